@@ -1,44 +1,78 @@
-"""The options of a run, and how a command line becomes a Config. Standard library only, so that --help and a
-mistyped flag answer at once: the algorithm files parse their flags before they import torch.
+"""The options of a run, and how a command line becomes a Config. Standard library only, so that
+--help and a mistyped flag answer at once: the algorithm files parse their flags before they import
+torch.
 
 A Config is a dataclass with one option a line; the comment behind an option is its --help text."""
 
 import argparse
 import difflib
 import inspect
-import json
 import os
+import pathlib
 import sys
 import tokenize
-import types
 import typing
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 
 class UserError(Exception):
-    """Something the user can put right. Its text is one line: what is wrong, and what would be right."""
+    """Something the user can put right. Its text is one line: what is wrong, and what would be
+    right."""
 
 
 @dataclass
 class RewardOptions:
-    rewards: tuple[str, ...] = ("hps", "clip")  # what is trained on: hps clip shapes …, or your own module:function
+    rewards: tuple[str, ...] = (
+        "hps",
+        "clip",
+    )  # what is trained on: hps clip shapes …, or your own module:function
     reward_weights: tuple[float, ...] = ()  # weight of each reward's advantage (none: 1 each)
+    reward_dtype: str = "auto"  # fp32 | bf16 | auto (bf16 on a GPU, fp32 on CPU)
+    reward_failure: str = "stop"  # a judge or your own function fails: stop, or mask the sample
     hps_model: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"  # open_clip folder, weights file, or REPO/FILE on the hub
     hps_arch: str = "ViT-H-14"  # open_clip architecture of a bare weights file
+    hps_resize: str = "longest"  # longest (HPSv2's own: fit, black borders) | shortest (open_clip's: crop) | squash
     clip_model: str = "apple/DFN5B-CLIP-ViT-H-14"  # open_clip folder or hub id
     shapes_model: str = "toy/tiny-checker"  # the checker of the embedded world of shapes
-    reward_dtype: str = "auto"  # fp32 | bf16 | auto (bf16 on a GPU, fp32 on CPU)
+
+    KNOWN_REWARDS: typing.ClassVar[tuple[str, ...]] = (
+        "hps",
+        "clip",
+        "shapes",
+        "shapes_strict",
+        "mode",
+        "geneval",
+    )
+
+    def validate(self) -> None:
+        """Refuse reward options that cannot work, before anything is loaded."""
+        choices(self, "reward_dtype", ("auto", "fp32", "bf16"))
+        choices(self, "reward_failure", ("stop", "mask"))
+        choices(self, "hps_resize", ("longest", "shortest", "squash"))
+        for name in (*self.rewards, *getattr(self, "eval_rewards", ())):
+            if name not in self.KNOWN_REWARDS and ":" not in name:
+                known = ", ".join(self.KNOWN_REWARDS)
+                raise UserError(
+                    f"unknown reward {name}: must be one of {known}, or your own module:function"
+                )
+        if not all(abs(weight) < float("inf") for weight in self.reward_weights):
+            raise UserError("--reward-weights: must be finite numbers")
 
 
 @dataclass
 class RunOptions(RewardOptions):
-    model: str = "black-forest-labs/FLUX.1-dev"  # diffusers pipeline folder or hub id, or "toy" (2-D flow)
-    prompts: str = "hf://datasets/ymhao/HPDv2/train.json"  # txt, jsonl or json file, or hf://datasets/REPO/FILE
+    preset: str = "paper"  # the paper's full-scale run, or a laptop's: tiny, toy
+    model: str = (
+        "black-forest-labs/FLUX.1-dev"  # diffusers pipeline folder or hub id, or "toy" (2-D flow)
+    )
+    prompts: str = "hf://datasets/ymhao/HPDv2/train.json"  # .txt .jsonl .json, or hf://datasets/…
     eval_prompts: str = "hf://datasets/ymhao/HPDv2/test.json"  # held-out prompts, never trained on
     height: int = 720  # image height, pixels
     width: int = 720  # image width, pixels
     max_sequence_length: int = 512  # text tokens for T5
-    prompts_per_step: int = 16  # prompts of one iteration over all processes (paper: one a GPU on 16)
+    prompts_per_step: int = (
+        16  # prompts of one iteration over all processes (paper: one a GPU on 16)
+    )
     iterations: int = 300  # rollouts (paper)
     seed: int = 0  # of prompts, noise and evaluation alike
     rollout_batch: int = 12  # samples in one network call of the rollout
@@ -47,10 +81,15 @@ class RunOptions(RewardOptions):
     dtype: str = "auto"  # compute of the network: fp32 | bf16 | auto (bf16 on a GPU, fp32 on CPU)
     device: str = "auto"  # cuda | cpu | auto
     activation_checkpointing: bool = True  # recompute activations in the backward pass
-    eval_every: int = 50  # iterations between evaluations (also before the first and after the last; 0: never)
+    eval_every: int = (
+        50  # iterations between evaluations (also before the first and after the last; 0: never)
+    )
     eval_steps: int = 50  # ODE steps of an evaluation
     eval_count: int = 0  # how many of the held-out prompts are evaluated (0: all)
-    eval_rewards: tuple[str, ...] = ("hps", "clip")  # scores of an evaluation; name one that is not trained on
+    eval_rewards: tuple[str, ...] = (
+        "hps",
+        "clip",
+    )  # scores of an evaluation; name one that is not trained on
     picture_count: int = 16  # images in the picture grid of an evaluation
     out: str = ""  # folder of the run (empty: runs/ALGORITHM-PRESET)
     resume: str = ""  # auto: the newest checkpoint in --out, or none; or the path of a checkpoint
@@ -59,7 +98,38 @@ class RunOptions(RewardOptions):
     export: bool = True  # after the last iteration write what plain diffusers loads to OUT/export
     trackers: tuple[str, ...] = ()  # tensorboard, wandb: beside metrics.jsonl
 
-    preset: typing.ClassVar[str] = "paper"
+    def validate(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        at_least(
+            self, 1, "height", "width", "max_sequence_length", "prompts_per_step", "iterations"
+        )
+        at_least(self, 1, "rollout_batch", "train_batch", "decode_batch", "eval_steps")
+        at_least(self, 0, "seed", "eval_every", "eval_count", "picture_count", "save_every")
+        at_least(self, 0, "keep_checkpoints")
+        choices(self, "dtype", ("auto", "fp32", "bf16"))
+        choices(self, "device", ("auto", "cpu", "cuda"))
+        choices(self, "trackers", ("tensorboard", "wandb"))
+        if not self.rewards:
+            raise UserError(
+                "--rewards is empty: name at least one, for instance --rewards hps clip"
+            )
+        for name in ("rewards", "eval_rewards"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise UserError(f"{flag(name)} names a reward twice; each counts once")
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise UserError(
+                f"--reward-weights has {len(self.reward_weights)} numbers for {len(self.rewards)} "
+                "rewards: give one for each, in their order"
+            )
+
+    def derived(self) -> dict:
+        """The numbers that follow from the options (the properties of the class)."""
+        return {
+            name: getattr(self, name)
+            for cls in reversed(type(self).__mro__)
+            for name, member in vars(cls).items()
+            if isinstance(member, property)
+        }
 
 
 def choices(cfg, name: str, allowed: tuple) -> None:
@@ -80,3 +150,110 @@ def at_least(cfg, low, *names: str) -> None:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+ROOT = pathlib.Path(__file__).resolve().parent
+
+# The two small worlds that ship with the project; a preset adds its own numbers to one of them.
+TINY = dict(
+    model=str(ROOT / "toy/tiny-flux"),
+    prompts=str(ROOT / "toy/prompts/train.txt"),
+    eval_prompts=str(ROOT / "toy/prompts/heldout.txt"),
+    height=32,
+    width=32,
+    max_sequence_length=16,
+    hps_model=str(ROOT / "toy/tiny-hps"),
+    clip_model=str(ROOT / "toy/tiny-clip"),
+    eval_rewards=("shapes", "shapes_strict", "hps", "clip"),
+    activation_checkpointing=False,
+    rollout_batch=96,
+    train_batch=64,
+    decode_batch=128,
+)
+TOY = dict(
+    model="toy",
+    prompts=str(ROOT / "toy/prompts/modes.txt"),
+    eval_prompts=str(ROOT / "toy/prompts/modes.txt"),
+    rewards=("mode",),
+    eval_rewards=("mode",),
+    eval_count=256,
+    activation_checkpointing=False,
+    rollout_batch=4096,
+    train_batch=1024,
+    decode_batch=4096,
+)
+
+
+def comments(cls) -> dict[str, str]:
+    """The comment behind each field of a dataclass, its bases' included: field name -> text."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        if not hasattr(base, "__dataclass_fields__"):
+            continue
+        lines = inspect.getsource(base).splitlines(keepends=True)
+        for token in tokenize.generate_tokens(iter(lines).__next__):
+            if token.type == tokenize.COMMENT and ":" in token.line:
+                found[token.line.split(":")[0].strip()] = token.string.lstrip("# ")
+    return found
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+
+def parser_of(cls, presets: dict) -> Parser:
+    """A parser with one flag for each field of `cls`; absent flags leave no trace in its result."""
+    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    hints, help_of = typing.get_type_hints(cls), comments(cls)
+    for f in fields(cls):
+        kind, extra = hints[f.name], {}
+        default = str(f.default).replace("%", "%%")
+        if kind is bool:
+            extra["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is tuple:
+            extra |= dict(nargs="*", type=typing.get_args(kind)[0], metavar=f.name[0].upper())
+            default = " ".join(map(str, f.default)) or "none"
+        else:
+            extra |= dict(type=kind, metavar=kind.__name__.upper())
+        if f.name == "preset":
+            extra["choices"] = list(presets)
+        text = help_of.get(f.name, "").replace("%", "%%")
+        parser.add_argument(flag(f.name), help=f"{text} [{default}]", **extra)
+    return parser
+
+
+def parse(cls, presets: dict, argv=None):
+    """The Config of a command line: defaults (the paper's run), then the preset, then the flags
+    given.
+
+    Ends the process with one line and exit status 2 where the command line is wrong."""
+    try:
+        parser = parser_of(cls, presets)
+        given, unknown = parser.parse_known_args(argv)
+        if unknown:
+            known = [flag(f.name) for f in fields(cls)]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"unknown argument {unknown[0]}: {hint}(--help lists the flags)")
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+        cfg = cls(**(presets[given.get("preset", "paper")] | given))
+        cfg.validate()
+        return cfg
+    except UserError as error:
+        fail(error)
+
+
+def fail(error: UserError, alone: bool = False) -> typing.NoReturn:
+    """End the process with one line and exit status 2. `alone`: other processes may not see this
+    error, so that each speaks for itself; else the first of each machine speaks for all."""
+    rank = os.environ.get("RANK", "0")
+    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+        where = f" (process {rank})" if rank != "0" else ""
+        text = " ".join(str(error).split())
+        print(
+            f"{pathlib.Path(sys.argv[0]).name}{where}: error: {text}", file=sys.stderr, flush=True
+        )
+    if alone and "RANK" in os.environ:
+        os._exit(2)  # no clean-up that could wait for the others: the launcher ends them
+    raise SystemExit(2)

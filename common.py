@@ -1,0 +1,586 @@
+"""What no paper's algorithm box mentions, once for all of them: noise levels, integration of the
+ODE, prompts, and the run: seeds, optimiser step, metrics, pictures, checkpoints, resume.
+
+One path serves one CPU process and sixteen GPUs: every transformer is sharded with FSDP2 over all
+processes."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import PartialState
+from accelerate.tracking import TensorBoardTracker, WandBTracker
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from tqdm import tqdm
+
+from options import RunOptions, UserError, fail, flag
+from policies import fetch_pipeline, load_policy, shard
+
+START = -1  # the "step" whose noise is x_1 itself
+
+
+def sigma_schedule(steps: int, shift: float) -> Tensor:
+    """The levels t_0 = 1 > … > t_T = 0 of a trajectory: u uniform, t = a·u / (1 + (a − 1)·u) with
+    shift a.
+
+    Returns float64 [steps + 1]."""
+    if steps < 1 or not shift > 0:
+        raise UserError(f"a schedule needs steps >= 1 and shift > 0, not {steps} and {shift}")
+    u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def ode_step(x: Tensor, v: Tensor, t, s) -> Tensor:
+    """Euler step x_s = x_t + (s − t)·v of the probability-flow ODE.
+
+    x, v: [n, …]; t, s: floats, or one level a sample [n]."""
+    if isinstance(t, Tensor) and t.ndim:
+        return x + (s - t).to(x).view(-1, *[1] * (x.ndim - 1)) * v
+    return x + (float(s) - float(t)) * v
+
+
+def batched_velocity(policy, x: Tensor, t, cond: dict, batch: int, who: Tensor | None = None):
+    """v(x, t, c) in calls of at most `batch` samples.
+
+    x: [n, …]; t: a level, or one a sample [n]; cond: tensors [m, …], of which sample j takes row
+    who[j] (row j where `who` is None). Returns [n, …]."""
+    t = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(len(x))
+    who = torch.arange(len(x)) if who is None else who
+    out = [
+        policy.velocity(x[j], t[j], {k: c[who[j].to(c.device)] for k, c in cond.items()})
+        for j in torch.arange(len(x)).split(batch)
+    ]
+    return torch.cat(out)
+
+
+def ode_sample(policy, x: Tensor, cond: dict, sigmas: Tensor, batch: int) -> Tensor:
+    """Integrate the ODE from x = x_1 [n, …] along `sigmas` [T + 1]; returns x_0 [n, …]."""
+    for t, s in zip(sigmas[:-1], sigmas[1:], strict=True):
+        x = ode_step(x, batched_velocity(policy, x, t, cond, batch), t, s)
+    return x
+
+
+def decode_and_score(policy, reward, x0: Tensor, prompts: Sequence[str], batch: int) -> Tensor:
+    """Scores [R, n] of the clean latents x0 [n, …], `batch` images at a time."""
+    scores = [
+        reward(policy.decode(x0[j : j + batch]), prompts[j : j + batch])
+        for j in range(0, len(x0), batch)
+    ]
+    return torch.cat(scores, dim=1)
+
+
+def generator(*key) -> torch.Generator:
+    """A CPU generator whose stream is a function of `key` alone (integers and strings)."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def load_prompts(source: str) -> list[str]:
+    """The prompts of a file, in its order.
+
+    source: a .txt file (one a line), a .jsonl or .json file (strings, or objects with "prompt"), or
+    hf://datasets/REPO/FILE of the same kinds. A .json file counts a repeated prompt once (HPDv2
+    lists one for each pair of images). Raises UserError naming file and line."""
+    path = pathlib.Path(fetch_dataset_file(source))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json":
+            rows = list(enumerate(json.loads(text), 1))
+        else:
+            rows = [(n, row.strip()) for n, row in enumerate(text.split("\n"), 1) if row.strip()]
+        if path.suffix == ".jsonl":
+            rows = [(n, json.loads(row)) for n, row in rows]
+        elif path.suffix not in (".json", ".txt"):
+            raise UserError(f"prompt file {source}: its name must end in .txt, .jsonl or .json")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"prompt file {source} cannot be read: {error}") from None
+    prompts = []
+    for n, row in rows:
+        prompt = row.get("prompt") if isinstance(row, dict) else row
+        if not isinstance(prompt, str):
+            raise UserError(
+                f'prompt file {source}, entry {n}: neither a string nor an object with "prompt"'
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"prompt file {source} is empty: it needs at least one prompt")
+    return list(dict.fromkeys(prompts)) if path.suffix == ".json" else prompts
+
+
+def fetch_dataset_file(source: str) -> str:
+    """The local path of `source`; hf://datasets/OWNER/NAME/FILE comes from the hub, or its local
+    cache."""
+    if not source.startswith("hf://datasets/"):
+        return source
+    from huggingface_hub import hf_hub_download
+
+    owner, name, file = source.removeprefix("hf://datasets/").split("/", 2)
+    try:
+        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
+    except Exception as error:
+        raise UserError(
+            f"prompt file {source} is not in the local cache and could not be downloaded "
+            f"({type(error).__name__}): name a local file, or run `hf download {owner}/{name} {file} "
+            "--repo-type dataset` where there is a network"
+        ) from None
+
+
+class Meter:
+    """Counts calls and seconds of functions under a name: Meter().count("decode", f) is f,
+    counted."""
+
+    def __init__(self):
+        self.samples, self.seconds = Counter(), defaultdict(float)
+
+    def count(self, name: str, function: Callable) -> Callable:
+        """Wrap a function whose first argument is a batch."""
+
+        def counted(x, *args, **kwargs):
+            start = time.perf_counter()
+            out = function(x, *args, **kwargs)
+            key = name + "_trained" if torch.is_grad_enabled() and name == "network" else name
+            self.samples[key] += len(x)
+            self.seconds[key] += time.perf_counter() - start
+            return out
+
+        return counted
+
+    def pop(self) -> dict[str, float]:
+        """The counts since the last pop, as metrics."""
+        out = {f"calls/{k}": n for k, n in self.samples.items()}
+        out |= {f"seconds/{k}": s for k, s in self.seconds.items()}
+        self.samples.clear()
+        self.seconds.clear()
+        return out
+
+
+def preflight(cfg: RunOptions, algorithm: str) -> None:
+    """Everything that can be refused before a model is loaded; raises UserError."""
+    from rewards import missing_rewards
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if cfg.prompts_per_step % world:
+        low = cfg.prompts_per_step // world * world
+        near = " or ".join(str(n) for n in (low, low + world) if n)
+        raise UserError(
+            f"--prompts-per-step {cfg.prompts_per_step} cannot be shared out over {world} processes: the "
+            f"nearest that can is {near}"
+        )
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    problems = missing_rewards((*cfg.rewards, *cfg.eval_rewards), cfg)
+    for fetch, source in (
+        (fetch_pipeline, cfg.model),
+        (load_prompts, cfg.prompts),
+        (load_prompts, cfg.eval_prompts),
+    ):
+        try:
+            source == "toy" or fetch(source)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(dict.fromkeys(problems)))
+    out, checkpoint = out_folder(cfg, algorithm), find_checkpoint(cfg, algorithm)
+    if (out / "config.json").exists() and not cfg.resume:
+        raise UserError(
+            f"{out} already holds a run: pass --resume auto to continue it, or another --out"
+        )
+    if checkpoint:
+        check_same_run(cfg, algorithm, checkpoint)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out} is not writable")
+
+
+def out_folder(cfg: RunOptions, algorithm: str) -> pathlib.Path:
+    return pathlib.Path(cfg.out or f"runs/{algorithm}-{cfg.preset}")
+
+
+def find_checkpoint(cfg: RunOptions, algorithm: str) -> pathlib.Path | None:
+    """The checkpoint that --resume means: the newest of the run for `auto` (None where there is
+    none)."""
+    if cfg.resume in ("", "auto"):
+        found = (out_folder(cfg, algorithm) / "checkpoints").glob("step_*")
+        steps = sorted(found, key=lambda p: int(p.name.split("_")[1]))
+        return steps[-1] if steps and cfg.resume else None
+    if not (pathlib.Path(cfg.resume) / "run.json").is_file():
+        raise UserError(f"--resume {cfg.resume}: not a checkpoint (no run.json in it)")
+    return pathlib.Path(cfg.resume)
+
+
+# What a resumed run may change: everything else belongs to what is computed.
+FREE = {
+    "iterations", "out", "resume", "preset", "device", "rollout_batch", "train_batch", "decode_batch",
+    "eval_every", "eval_rewards", "picture_count", "save_every", "keep_checkpoints", "export",
+    "trackers", "activation_checkpointing",
+}  # fmt: skip
+
+
+def check_same_run(cfg: RunOptions, algorithm: str, checkpoint: pathlib.Path) -> None:
+    """Refuse to resume a checkpoint of another algorithm, schedule or setting."""
+    saved = json.loads((checkpoint / "run.json").read_text())
+    if saved["algorithm"] != algorithm:
+        raise UserError(f"{checkpoint} is a run of {saved['algorithm']}, not of {algorithm}")
+    now = json.loads(json.dumps(asdict(cfg)))
+    for name in sorted(set(saved["config"]) & set(now) - FREE):
+        if saved["config"][name] != now[name]:
+            raise UserError(
+                f"{checkpoint} was made with {flag(name)} {saved['config'][name]}, not {now[name]}: resume "
+                "with the same settings, or start a new run with another --out"
+            )
+    if saved["sigmas"] != sigma_schedule(cfg.sampling_steps, cfg.shift).tolist():
+        raise UserError(f"{checkpoint} was made with other noise levels than this version computes")
+
+
+class Run:
+    """A training run: model, rewards, optimiser, and the folder it leaves behind.
+
+    The noise of step i of member g of prompt p at iteration n is a function of (seed, n, p, g, i)
+    alone, so neither rank nor world size, micro-batch or resume changes a run."""
+
+    def __init__(self, cfg: RunOptions, algorithm: str):
+        preflight(cfg, algorithm)
+        from rewards import load_rewards
+
+        self.cfg, self.algorithm, self.iteration = cfg, algorithm, 0
+        self.device, dtype = start_process(cfg)
+        quiet()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.out, self.meter = out_folder(cfg, algorithm), Meter()
+        self.train_prompts = load_prompts(cfg.prompts)
+        self.held_out = load_prompts(cfg.eval_prompts)
+        if cfg.eval_count:  # a short file is repeated, each time with other noise
+            self.held_out = [self.held_out[j % len(self.held_out)] for j in range(cfg.eval_count)]
+        self.reward = load_rewards(cfg.rewards, cfg.reward_weights, cfg, self.device)
+        self.eval_reward = load_rewards(cfg.eval_rewards, (), cfg, self.device)
+        self.policy = load_policy(cfg, self.device, dtype, empty=self.rank > 0)
+        shard(self.policy, self.device, dtype)
+        if cfg.activation_checkpointing and hasattr(
+            self.policy.transformer, "enable_gradient_checkpointing"
+        ):
+            self.policy.transformer.enable_gradient_checkpointing()  # diffusers': non-reentrant
+        self.policy.velocity = self.meter.count("network", self.policy.velocity)
+        self.policy.decode = self.meter.count("decode", self.policy.decode)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.transformer.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay
+        )
+        checkpoint = find_checkpoint(cfg, algorithm)
+        if checkpoint:
+            self.load(checkpoint)
+        self._open_folder()
+
+    @property
+    def local(self) -> range:
+        """The prompt slots 0 … prompts_per_step − 1 of an iteration that are this process's."""
+        share = self.cfg.prompts_per_step // self.world
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def prompts(self, n: int) -> list[str]:
+        """This process's prompts of iteration n: a pure function of (seed, n); each pass over the
+        file has its own order."""
+        texts, chosen = self.train_prompts, []
+        for slot in self.local:
+            done, place = divmod(n * self.cfg.prompts_per_step + slot, len(texts))
+            order = torch.randperm(len(texts), generator=generator(self.cfg.seed, "order", done))
+            chosen.append(texts[order[place]])
+        return chosen
+
+    def noise(self, n: int) -> Callable[[int, int, int], torch.Generator]:
+        """noise(p, g, i): the generator of this process's prompt p, member g, step i at iteration
+        n."""
+        return lambda p, g, i: generator(self.cfg.seed, n, self.local[p], g, i)
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations still to do, with what surrounds them: evaluations, checkpoints, the
+        export."""
+        cfg = self.cfg
+        if self.iteration == 0 and cfg.eval_every:
+            self.evaluate()
+        bar = tqdm(total=cfg.iterations, initial=self.iteration, disable=self.rank > 0, unit="it")
+        while self.iteration < cfg.iterations:
+            with self.clock("iteration"):
+                yield self.iteration
+            self.iteration += 1
+            self._write()
+            bar.set_postfix_str(
+                "  ".join(f"{k} {self.last[f'reward/{k}']:.3f}" for k in self.reward.names)
+            )
+            bar.update()
+            last = self.iteration == cfg.iterations
+            if cfg.eval_every and (last or self.iteration % cfg.eval_every == 0):
+                self.evaluate()
+            if cfg.save_every and (last or self.iteration % cfg.save_every == 0):
+                self.save()
+        bar.close()
+        if cfg.export:
+            self.export()
+
+    def optimizer_step(self) -> float:
+        """Clip the gradient norm, update, forget the gradients; returns the norm before
+        clipping."""
+        parameters = list(self.policy.transformer.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.cfg.max_grad_norm)
+        norm = float(norm.full_tensor())
+        if not math.isfinite(norm):
+            raise UserError(
+                f"the gradient norm of iteration {self.iteration} is {norm}: training stops here"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @contextlib.contextmanager
+    def clock(self, phase: str):
+        """Add the seconds spent inside to the metric seconds/phase."""
+        start = time.perf_counter()
+        yield
+        self.meter.seconds[phase] += time.perf_counter() - start
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Collect this process's metrics of the current iteration."""
+        self.record |= metrics
+
+    def _write(self) -> None:
+        """Join the processes' metrics and append them to metrics.jsonl: calls are added up, *_max
+        are maxima, everything else is a mean."""
+        every = [None] * self.world
+        cost = {"calls/reward": self.reward.calls, "seconds/reward": self.reward.seconds}
+        self.reward.calls, self.reward.seconds = 0, 0.0
+        dist.all_gather_object(every, self.record | cost | self.meter.pop())
+        joined = {"iteration": self.iteration}
+        for key in every[0]:
+            values = [r[key] for r in every]
+            join = sum if key.startswith("calls/") else max if key.endswith("_max") else fmean
+            joined[key] = join(values)
+        self.record, self.last = {}, joined
+        self._append(joined)
+
+    def _append(self, record: dict) -> None:
+        if self.rank == 0:
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+        for tracker in self.trackers:
+            tracker.log(record, step=record["iteration"])
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean scores of the held-out prompts, ODE sampled. Their noise is the same for every seed,
+        iteration and algorithm. Each process takes every world-th prompt; all make the same number
+        of network calls (a sharded network needs all of them), so the last ones may repeat a
+        prompt."""
+        cfg, start = self.cfg, time.perf_counter()
+        sigmas = sigma_schedule(cfg.eval_steps, cfg.shift)
+        mine = range(self.rank, len(self.held_out), self.world)
+        most = len(range(0, len(self.held_out), self.world))
+        scores, images = {}, {}
+        for j in range(0, most, cfg.rollout_batch):
+            real = list(mine[j : j + cfg.rollout_batch])
+            index = (real + [0] * cfg.rollout_batch)[: min(cfg.rollout_batch, most - j)]
+            x = self.policy.noise([generator("evaluation", k) for k in index])
+            cond = self.policy.encode([self.held_out[k] for k in index])
+            x0 = ode_sample(self.policy, x, cond, sigmas, cfg.rollout_batch)
+            picture = self.policy.decode(x0)[: len(real)]
+            if real:
+                score = self.eval_reward(picture, [self.held_out[k] for k in real])
+                scores |= dict(zip(real, score.T.tolist(), strict=True))
+                images |= {
+                    k: im.cpu() for k, im in zip(real, picture, strict=True) if k in self.shown
+                }
+        every = [None] * self.world
+        dist.all_gather_object(every, (scores, images))
+        self.meter.pop()
+        scores = {k: v for part in every for k, v in part[0].items()}
+        table = torch.tensor([scores[k] for k in range(len(self.held_out))])
+        record = {"iteration": self.iteration, "seconds/evaluation": time.perf_counter() - start}
+        record |= {
+            f"eval/{name}": float(m)
+            for name, m in zip(self.eval_reward.names, table.mean(0), strict=True)
+        }
+        self._append(record)
+        if self.rank == 0:
+            images = {k: v for part in every for k, v in part[1].items()}
+            self._pictures([images[k] for k in self.shown])
+            shown = "  ".join(
+                f"{k[5:]} {v:.4f}" for k, v in record.items() if k.startswith("eval/")
+            )
+            tqdm.write(f"evaluation after {self.iteration} iterations: {shown}")
+        return record
+
+    @property
+    def shown(self) -> list[int]:
+        """The held-out prompts in the picture grid, spread over the file."""
+        count = min(self.cfg.picture_count, len(self.held_out))
+        return [j * len(self.held_out) // count for j in range(count)]
+
+    def _pictures(self, images: list[Tensor]) -> None:
+        """samples/step_N.png, curve.png, and once there is something to compare
+        before_after.png."""
+        import pictures
+
+        folder = self.out / "samples"
+        folder.mkdir(exist_ok=True)
+        pictures.curve(self.out / "metrics.jsonl", self.out / "curve.png")
+        if not images:
+            return
+        now = folder / f"step_{self.iteration:06d}.png"
+        pictures.grid(images, [self.held_out[k] for k in self.shown], now)
+        first = folder / "step_000000.png"
+        if self.iteration and first.exists():
+            pictures.before_after(first, now, self.iteration, self.out / "before_after.png")
+
+    def _open_folder(self) -> None:
+        """Write config.json, cut metrics.jsonl back to the iteration that is resumed, start the
+        trackers."""
+        self.record, self.trackers = {}, []
+        dist.barrier()
+        if self.rank == 0:
+            (self.out / "checkpoints").mkdir(exist_ok=True)
+            ids = self.reward.model_ids | self.eval_reward.model_ids
+            about = {
+                "algorithm": self.algorithm,
+                "config": asdict(self.cfg),
+                "derived": self.cfg.derived(),
+            }
+            about |= {"rewards": ids, "processes": self.world, "versions": versions()}
+            about["sigmas"] = sigma_schedule(self.cfg.sampling_steps, self.cfg.shift).tolist()
+            write_atomically(self.out / "config.json", json.dumps(about, indent=1))
+            metrics = self.out / "metrics.jsonl"
+            rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            kept = [
+                r for r in rows if r.endswith("\n") and json.loads(r)["iteration"] <= self.iteration
+            ]
+            write_atomically(metrics, "".join(kept if self.iteration else []))
+            print(f"{self.algorithm} on {self.device.type} ×{self.world}, {self.out}")
+            print("  " + "  ".join(f"{k} {v}" for k, v in self.cfg.derived().items()))
+        trackers = {"tensorboard": TensorBoardTracker, "wandb": WandBTracker}
+        for name in self.cfg.trackers:
+            extra = {"logging_dir": self.out} if name == "tensorboard" else {"dir": self.out}
+            self.trackers.append(trackers[name](f"{self.algorithm}-{self.cfg.preset}", **extra))
+            self.trackers[-1].start()
+
+    def _state(self) -> dict:
+        model = self.policy.transformer
+        return {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, self.optimizer),
+        }
+
+    def save(self) -> pathlib.Path:
+        """Write checkpoints/step_N, called by all processes. It appears under its name only when
+        complete."""
+        folder = self.out / "checkpoints" / f"step_{self.iteration:06d}"
+        partial = folder.with_name(f".partial_{folder.name}")
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self._state(), checkpoint_id=partial)
+        if self.rank == 0:
+            about = json.loads((self.out / "config.json").read_text()) | {
+                "iteration": self.iteration
+            }
+            write_atomically(partial / "run.json", json.dumps(about, indent=1))
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            kept = sorted(folder.parent.glob("step_*"))
+            for old in kept[: -self.cfg.keep_checkpoints] if self.cfg.keep_checkpoints else []:
+                shutil.rmtree(old)
+        dist.barrier()
+        return folder
+
+    def load(self, checkpoint: pathlib.Path) -> None:
+        """Continue from a checkpoint, whatever number of processes wrote it."""
+        state, model = self._state(), self.policy.transformer
+        dcp.load(state, checkpoint_id=checkpoint)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, self.optimizer, state["optimizer"])
+        self.iteration = json.loads((checkpoint / "run.json").read_text())["iteration"]
+
+    def export(self) -> None:
+        """Write the trained weights to OUT/export as plain diffusers loads them; called by all
+        processes."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.policy.transformer, options=options)
+        if self.rank == 0:
+            self.policy.export(state, self.out / "export")
+        dist.barrier()
+
+
+def quiet() -> None:
+    """Silence the libraries' loading bars, and a warning that concerns in-place writes to the
+    output of a sharded block: there are none here."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
+
+def start_process(cfg: RunOptions) -> tuple[torch.device, torch.dtype]:
+    """Join the process group (torchrun's, accelerate's, or one of a single process) and seed torch.
+
+    Returns this process's device and the dtype of the network's compute."""
+    state = PartialState(cpu=cfg.device == "cpu" or not torch.cuda.is_available())
+    if (
+        not dist.is_initialized()
+    ):  # FSDP needs a group even for one process; this store needs no port
+        backend = "nccl" if state.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.barrier()
+    torch.manual_seed(cfg.seed)
+    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and state.device.type == "cuda")
+    return state.device, torch.bfloat16 if bf16 else torch.float32
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "diffusers", "transformers", "open_clip_torch", "accelerate", "peft")
+    return {name: metadata.version(name) for name in names}
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def launch(train: Callable, cfg: RunOptions) -> None:
+    """train(cfg); an error the user can put right becomes one line and exit status 2."""
+    try:
+        train(cfg)
+    except OSError as error:
+        fail(
+            UserError(f"{error.filename or 'system'}: {error.strerror or error}"),
+            dist.is_initialized(),
+        )
+    except UserError as error:
+        fail(error, alone=dist.is_initialized())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
