@@ -1,0 +1,421 @@
+"""Rewards: how good is a picture, given its prompt?
+
+    rewards = load_rewards(("hps", "clip"), (), cfg, device)
+    scores = rewards(images, prompts)        # [R, n]; images [n, 3, H, W] in [0, 1], n prompts
+
+| name            | score                                          | model                        |
+|-----------------|------------------------------------------------|------------------------------|
+| hps             | human preference, cosine, about 0.2 to 0.4     | HPS-v2.1, open_clip ViT-H-14 |
+| clip            | agreement with the prompt, cosine              | DFN5B, open_clip ViT-H-14    |
+| shapes          | graded check of the world of shapes, 0 to 1    | toy/shapes.py                |
+| shapes_strict   | the same check, 0 or 1                         | toy/shapes.py                |
+| mode            | closeness of a 2-D point to the named mode     | toy/flow2d.py                |
+| geneval         | does the picture show what is asked, 0 or 1    | geneval.py                   |
+| module:function | your own `function(images, prompts) -> [n]`    | yours                        |
+
+Every reward scores pair i from pair i alone. Pictures are rounded to 8 bits first, so that a score
+is that of the picture as it would be saved (the released codes score PIL pictures, some read back
+from disk). They stay tensors on their device; that resize differs from PIL's, which rounds
+between its two passes, by two levels at most. Your own function, the checker of shapes and the 2-D
+points get the floats as they are.
+
+Weights come from a local path, from the hub's local cache, or from the hub, in this order.
+"""
+
+import functools
+import hashlib
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torchvision.transforms.functional as TF
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+
+from options import RewardOptions, UserError, flag
+
+
+class RewardError(UserError):
+    """A score that could not be had. One line: which reward, which prompt, why."""
+
+
+class Rewards:
+    """Several rewards of the same pictures.
+
+    names, weights [R] and model_ids (name -> model and version) tell what is scored; calls
+    (pictures scored) and seconds what it cost; truncated (name -> number of distinct prompts cut
+    at the encoder's limit) what was not read.
+    """
+
+    def __init__(self, scorers: dict[str, Callable], weights: Sequence[float] = (),
+                 failure: str = "stop"):
+        self.names, self.scorers, self.failure = list(scorers), scorers, failure
+        self.weights = torch.tensor(list(weights) or [1.0] * len(scorers))
+        assert len(self.weights) == len(scorers), "a weight for each reward, in their order"
+        self.model_ids = {name: scorer.model_id for name, scorer in scorers.items()}
+        self.calls, self.seconds = 0, 0.0
+        self._seen: dict[str, set[str]] = {name: set() for name in scorers}
+        self.truncated = dict.fromkeys(scorers, 0)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Raw scores, float32 on the CPU, [R, n].
+
+        images: [n, 3, H, W] in [0, 1] on any device ([n, 2] points for `mode`). A score that is not
+        finite raises RewardError; only with failure="mask" are the failed samples of a reward that
+        can fail (a judge, your own function) NaN, never a number.
+        """
+        start, prompts = time.perf_counter(), list(prompts)
+        if len(images) != len(prompts):
+            raise RewardError(f"{len(images)} pictures for {len(prompts)} prompts")
+        finite = torch.isfinite(images).flatten(1).all(1)
+        if not finite.all():
+            prompt = prompts[int(finite.int().argmin())]
+            raise RewardError(f"a picture has values that are not finite, prompt {prompt!r}")
+        scores = torch.empty(len(self.names), len(prompts))
+        if prompts:
+            for row, name in zip(scores, self.names, strict=True):
+                row.copy_(self._score(name, images, prompts))
+        self.calls += len(prompts)
+        self.seconds += time.perf_counter() - start
+        return scores
+
+    def _score(self, name: str, images: Tensor, prompts: list[str]) -> Tensor:
+        scorer, mask = self.scorers[name], self.failure == "mask"
+        self._count_truncated(name, prompts)
+        can_fail = getattr(scorer, "can_fail", False)
+        try:
+            with torch.inference_mode():
+                score = torch.as_tensor(scorer(images, prompts), dtype=torch.float32).cpu()
+        except Exception as error:
+            if not can_fail:
+                raise
+            if not mask:
+                raise RewardError(f"reward {name} failed: {_short(error)}") from error
+            score = torch.full((len(prompts),), torch.nan)
+        if score.shape != (len(prompts),):
+            raise RewardError(f"reward {name} returned the shape {tuple(score.shape)}, "
+                              f"must be ({len(prompts)},): a score for each picture")
+        bad = ~torch.isfinite(score)
+        if can_fail and mask:
+            bad = torch.isinf(score)
+        if bad.any():
+            i = int(bad.int().argmax())
+            raise RewardError(f"reward {name} is {score[i]:g} for prompt {prompts[i]!r}")
+        return score
+
+    def _count_truncated(self, name: str, prompts: list[str]) -> None:
+        too_long = getattr(self.scorers[name], "too_long", None)
+        if too_long is not None:
+            new = set(prompts) - self._seen[name]
+            self._seen[name] |= new
+            self.truncated[name] += sum(map(too_long, sorted(new)))
+
+
+def load_rewards(names: Sequence[str], weights: Sequence[float], cfg: RewardOptions,
+                 device: torch.device) -> Rewards:
+    """The rewards `names`, ready on `device`; a model that several of them use is loaded once, also
+    over several calls. Raises UserError for an unknown name or a model that cannot be had."""
+    scorers = {name: _build(name, cfg, torch.device(device)) for name in names}
+    return Rewards(scorers, weights, cfg.reward_failure)
+
+
+def missing_rewards(names: Sequence[str], cfg: RewardOptions) -> list[str]:
+    """What is missing before these rewards can run, one line each with the way to get it; [] if all
+    is there. Loads no model, but downloads files that the hub has and the local cache lacks."""
+    missing = []
+    for name in names:
+        try:
+            _check(name, cfg)
+        except UserError as error:
+            if str(error) not in missing:  # shapes and shapes_strict lack the same file
+                missing.append(str(error))
+    return missing
+
+
+def _check(name: str, cfg: RewardOptions) -> None:
+    if name == "hps":
+        locate(cfg, "hps_model", OPEN_CLIP_FILES, bare_file=True)
+    elif name == "clip":
+        locate(cfg, "clip_model", OPEN_CLIP_FILES)
+    elif name in ("shapes", "shapes_strict"):
+        locate(cfg, "shapes_model", SHAPES_FILES, hub=False)
+    elif ":" in name:
+        OwnReward(name)
+    elif name not in ("mode", "geneval"):
+        raise _unknown(name)
+
+
+def _build(name: str, cfg: RewardOptions, device: torch.device) -> Callable:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(cfg.reward_dtype)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if name == "hps":
+        files = locate(cfg, "hps_model", OPEN_CLIP_FILES, bare_file=True)
+        return ClipReward(files, cfg.hps_arch, cfg.hps_resize, dtype, device)
+    if name == "clip":
+        return ClipReward(locate(cfg, "clip_model", OPEN_CLIP_FILES), "", "", dtype, device)
+    if name in ("shapes", "shapes_strict"):
+        folder = locate(cfg, "shapes_model", SHAPES_FILES, hub=False)[0].parent
+        return ShapesReward(folder, name == "shapes_strict", device)
+    if name == "mode":
+        from toy.flow2d import ModeReward
+        return ModeReward()
+    if name == "geneval":
+        from geneval import GenEvalReward
+        return GenEvalReward(cfg, device)
+    if ":" in name:
+        return OwnReward(name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> UserError:
+    known = ", ".join(RewardOptions.KNOWN_REWARDS)
+    return UserError(f"unknown reward {name}: must be one of {known}, or your own module:function")
+
+
+# What a folder or hub repository must hold: for each file its names, the first found is used;
+# "" at the end: it may be absent.
+OPEN_CLIP_FILES = (
+    ("open_clip_config.json",),
+    ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors",
+     "open_clip_pytorch_model.bin"),
+)
+SHAPES_FILES = (("config.json",), ("model.safetensors",))
+
+
+def locate(cfg, option: str, files: Sequence[tuple[str, ...]], bare_file: bool = False,
+           hub: bool = True) -> list[Path]:
+    """Local paths of a model's files: those of a folder or hub repository (`files`), or, if
+    `bare_file`, the one file that the option names. Downloads what is not in the cache; raises
+    UserError, one line that says how to get it."""
+    source = getattr(cfg, option)
+    path, parts = Path(source).expanduser(), source.split("/")
+    if path.is_file() and bare_file:
+        return [path]
+    if path.is_dir():
+        found = [[path / name for name in names if name and (path / name).is_file()]
+                 for names in files]
+        for names, paths in zip(files, found, strict=True):
+            if not paths and names[-1]:
+                raise UserError(f"{flag(option)} {source}: the folder lacks {' or '.join(names)}")
+        return [paths[0] for paths in found if paths]
+    if not hub or path.exists() or "" in parts[:2] or parts[0][0] in ".~" or len(parts) < 2 or (
+            len(parts) > 2 and not bare_file):
+        wanted = "a file or folder" if bare_file else "a folder"
+        hint = ", or OWNER/NAME of a model on the hub" if hub else ""
+        raise UserError(f"{flag(option)} {source}: does not exist; give {wanted}{hint}")
+    repo = "/".join(parts[:2])
+    if len(parts) > 2:
+        files = (("/".join(parts[2:]),),)
+    command = f"hf download {repo} " + " ".join(names[0] for names in files if names[-1])
+    try:
+        found = [_from_hub(repo, names) for names in files]
+    except UserError as error:
+        raise UserError(f"{flag(option)} {source}: {error}; get it with `{command}`, or give a "
+                        "local path") from error
+    return [path for path in found if path]
+
+
+_unreachable = False  # set by the first failed connection: each takes the hub's client 24 seconds
+
+
+def _from_hub(repo: str, names: tuple[str, ...]) -> Path | None:
+    """The first of a repository's files `names` that is in the cache, else can be downloaded."""
+    global _unreachable
+    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
+
+    wanted = [name for name in names if name]
+    for name in wanted:
+        if isinstance(cached := try_to_load_from_cache(repo, name), str):
+            return Path(cached)
+    reason = f"the repository has no {' or '.join(wanted)}"
+    for name in wanted:
+        try:
+            return Path(hf_hub_download(repo, name, local_files_only=_unreachable))
+        except errors.GatedRepoError:
+            reason = f"accept its licence at https://huggingface.co/{repo} and `hf auth login`"
+        except errors.RepositoryNotFoundError:
+            reason = "neither here nor on the hub, or private: `hf auth login`"
+        except errors.LocalEntryNotFoundError:
+            _unreachable = not constants.HF_HUB_OFFLINE
+            offline = "the hub cannot be reached" if _unreachable else "HF_HUB_OFFLINE is set"
+            reason = f"{name} is not in the hub's local cache and {offline}"
+        except errors.EntryNotFoundError:
+            continue  # the next name
+        except Exception as error:  # full disk, proxy, damaged cache
+            reason = f"the download failed ({_short(error)})"
+        break
+    if names[-1]:
+        raise UserError(reason)
+    return None
+
+
+def version(path: Path) -> str:
+    """The commit of a file in the hub's cache, else the beginning of the file's SHA-256."""
+    if "snapshots" in path.parts:
+        return path.parts[path.parts.index("snapshots") + 1][:12]
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return "sha256:" + digest.hexdigest()[:12]
+
+
+def model_id(path: Path) -> str:
+    """A model in the metrics: `OWNER/NAME@commit` of a file in the hub's cache, or `path@hash`."""
+    for part in path.parts:
+        if part.startswith("models--"):
+            return f"{part[8:].replace('--', '/')}@{version(path)}"
+    return f"{path}@{version(path)}"
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def eight_bit(images: Tensor) -> Tensor:
+    """[n, 3, H, W] in [0, 1] -> uint8, rounded as when a picture is saved."""
+    return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def fit(images: Tensor, size: tuple[int, int], mode: str, bicubic: bool = True) -> Tensor:
+    """8-bit pictures [n, 3, H, W] -> floats [n, 3, *size] in about [0, 1].
+
+    mode: "shortest" (8-bit resize so that the picture covers `size`, centre crop: CLIP), "squash"
+    (8-bit resize to `size`), "longest" (HPSv2's own: resized as floats until the longest side
+    fits, unclamped, black borders).
+    """
+    how = InterpolationMode.BICUBIC if bicubic else InterpolationMode.BILINEAR
+    height, width = images.shape[-2:]
+    scales = (size[0] / height, size[1] / width)
+    if mode == "squash":
+        return TF.resize(images, list(size), how, antialias=True) / 255
+    if mode == "longest":
+        inner = [round(side * min(scales)) for side in (height, width)]
+        images = TF.resize(images / 255, inner, how, antialias=True)
+        rows, columns = size[0] - inner[0], size[1] - inner[1]
+        return F.pad(images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    # torchvision's rule for the longer side: rounded down
+    inner = [max(s, int(side * max(scales))) for side, s in zip((height, width), size, strict=True)]
+    return TF.center_crop(TF.resize(images, inner, how, antialias=True), list(size)) / 255
+
+
+class CosineReward:
+    """Cosine of a picture's and its prompt's features, in float32.
+
+    Subclasses give encode_images(images) -> [n, d] and encode_texts(prompts) -> [n, d]."""
+
+    def image_features(self, images: Tensor) -> Tensor:
+        """Unit vectors [n, d], float32."""
+        return F.normalize(self.encode_images(images).float(), dim=-1)
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+        rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+        texts = F.normalize(self.encode_texts(list(rows)).float(), dim=-1)
+        rows = torch.tensor([rows[prompt] for prompt in prompts], device=texts.device)
+        return (self.image_features(images) * texts[rows]).sum(-1)
+
+
+@functools.cache
+def _open_clip(folder: Path, weights: Path, arch: str, dtype: torch.dtype, device: torch.device):
+    """(model, tokenizer) of an open_clip folder, or of bare weights of the architecture `arch`."""
+    import open_clip
+
+    if arch and arch not in open_clip.list_models():
+        raise UserError(f"--hps-arch {arch}: open_clip has no such architecture")
+    name, pretrained = (arch, str(weights)) if arch else (f"local-dir:{folder}", None)
+    try:
+        model = open_clip.create_model(name, pretrained, require_pretrained=True, device=device,
+                                       precision="fp32" if dtype == torch.float32 else "pure_bf16")
+        tokenizer = open_clip.get_tokenizer(name)
+    except (Exception, SystemExit) as error:
+        what = f"as open_clip's {arch}" if arch else "by open_clip"
+        raise UserError(f"{weights}: cannot be loaded {what} ({_short(error)})") from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+class ClipReward(CosineReward):
+    """`hps` and `clip`: an open_clip model.
+
+    files: a folder's [config, weights], or [weights] of the architecture `arch`; resize: see `fit`
+    (empty: as the model's own configuration says)."""
+
+    def __init__(self, files: list[Path], arch: str, resize: str, dtype, device):
+        arch = arch if len(files) == 1 else ""
+        self.model, self.tokenizer = _open_clip(files[0].parent, files[-1], arch, dtype, device)
+        self.model_id, self.dtype, self.device = model_id(files[-1]), dtype, device
+        self.preprocess = self.model.visual.preprocess_cfg
+        size = self.preprocess["size"]
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.resize = resize or self.preprocess["resize_mode"]
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        config = self.preprocess
+        x = fit(eight_bit(images.to(self.device)), self.size, self.resize,
+                config["interpolation"] != "bilinear")
+        x = TF.normalize(x, config["mean"], config["std"])
+        return self.model.encode_image(x.to(self.dtype))
+
+    def encode_texts(self, prompts: list[str]) -> Tensor:
+        return self.model.encode_text(self.tokenizer(prompts).to(self.device))
+
+    def too_long(self, prompt: str) -> bool:
+        """Are tokens cut off? (Both of open_clip's tokenizers keep the end token.)"""
+        limit, hf = self.tokenizer.context_length, getattr(self.tokenizer, "tokenizer", None)
+        if hf is not None:
+            return len(hf(self.tokenizer.clean_fn(prompt), verbose=False).input_ids) > limit
+        return len(self.tokenizer.encode(prompt)) + 2 > limit
+
+
+@functools.cache
+def _checker(folder: Path, device: torch.device):
+    from toy.shapes import Checker
+
+    checker = Checker.from_folder(folder)
+    checker.detector.to(device)
+    return checker
+
+
+class ShapesReward:
+    """The checker of the world of shapes: graded in [0, 1], or strict 0 / 1."""
+
+    def __init__(self, folder: Path, strict: bool, device: torch.device):
+        self.checker, self.strict = _checker(folder, device), strict
+        self.model_id = model_id(folder / "model.safetensors")
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+        try:
+            strict, graded = self.checker(images, prompts)
+        except ValueError as error:  # a prompt outside the grammar
+            raise RewardError(f"reward shapes: {error}") from error
+        return strict if self.strict else graded
+
+
+class OwnReward:
+    """`module:function`: function(images [n, 3, H, W] in [0, 1], prompts) -> n scores. It fails by
+    raising, or per sample by NaN."""
+
+    can_fail = True
+
+    def __init__(self, name: str):
+        module_name, _, attribute = name.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            module = importlib.import_module(module_name)
+            self.function = getattr(module, attribute)
+        except Exception as error:
+            raise UserError(f"reward {name}: cannot be imported ({_short(error)}); it must be "
+                            "module:function, importable from here or PYTHONPATH") from error
+        if not callable(self.function):
+            raise UserError(f"reward {name}: is not a function of (images, prompts)")
+        source = getattr(module, "__file__", None)
+        self.model_id = f"{name}@{version(Path(source))}" if source else name
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.function(images, prompts)

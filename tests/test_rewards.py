@@ -1,0 +1,430 @@
+"""Rewards against independent computations, on tiny random models of the real classes, hub off."""
+
+import json
+import math
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from options import RewardOptions, UserError
+from rewards import RewardError, Rewards, load_rewards, missing_rewards
+from toy import shapes, tiny_models
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red circle", "", "ein Kätzchen in 東京 🦊", "a blue square and a green circle"]
+
+
+@pytest.fixture(autouse=True)
+def hub_off(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def pictures(n: int, height: int = 48, width: int = 64, seed: int = 0) -> torch.Tensor:
+    """Smooth random pictures with some noise, as a decoder's: [n, 3, height, width] in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(n, 3, 5, 7, generator=generator)
+    x = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")
+    return (x + 0.05 * torch.randn(x.shape, generator=generator)).clamp(0, 1)
+
+
+def to_pil(image: torch.Tensor) -> Image.Image:
+    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double().flatten().numpy(), b.double().flatten().numpy()
+    return float(a @ b / math.sqrt((a @ a) * (b @ b)))
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("clip")
+    tiny_models.save_clip(tiny_models.new_clip(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arch(tmp_path_factory) -> str:
+    """A tiny open_clip architecture with CLIP's own vocabulary, as ViT-H-14 has."""
+    folder = tmp_path_factory.mktemp("arch")
+    config = {"embed_dim": 32,
+              "vision_cfg": {"image_size": 64, "layers": 2, "width": 64, "patch_size": 16},
+              "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2,
+                           "layers": 2}}
+    (folder / "tiny-test.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+    return "tiny-test"
+
+
+@pytest.fixture(scope="module")
+def weights(arch, tmp_path_factory) -> Path:
+    """Bare weights as HPSv2 publishes them: a pickle with the key state_dict."""
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("hps") / "weights.pt"
+    torch.save({"state_dict": open_clip.create_model(arch).state_dict()}, path)
+    return path
+
+
+@pytest.fixture
+def cfg(tiny_clip) -> RewardOptions:
+    return RewardOptions(hps_model=str(tiny_clip), clip_model=str(tiny_clip))
+
+
+PREPROCESS = [
+    {"interpolation": "bicubic", "resize_mode": "shortest",
+     "mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]},
+    {"interpolation": "bilinear", "resize_mode": "squash", "mean": [0.5] * 3, "std": [0.5] * 3},
+]
+
+
+@pytest.mark.parametrize("size", [(48, 64), (33, 32), (900, 1211)])
+@pytest.mark.parametrize("preprocess", PREPROCESS)
+def test_clip_is_open_clip_on_pil_pictures(tiny_clip, tmp_path, preprocess, size):
+    folder = tmp_path / "clip"
+    shutil.copytree(tiny_clip, folder)
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    config["preprocess_cfg"] = preprocess
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    images = pictures(len(PROMPTS), *size)
+    scores = load_rewards(["clip"], (), RewardOptions(clip_model=str(folder)), CPU)(images, PROMPTS)
+
+    model, transform = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    with torch.no_grad():
+        expected = [cosine(model.eval().encode_image(transform(to_pil(image))[None]),
+                           model.encode_text(tokenizer([prompt])))
+                    for image, prompt in zip(images, PROMPTS, strict=True)]
+    torch.testing.assert_close(scores, torch.tensor([expected]), atol=1e-3, rtol=0)
+    # the cause of the difference: PIL rounds between its two passes, a tensor's resize does not
+    seen = rewards.fit(rewards.eight_bit(images), (32, 32), preprocess["resize_mode"],
+                       preprocess["interpolation"] == "bicubic")
+    std, mean = (torch.tensor(preprocess[key]).view(3, 1, 1) for key in ("std", "mean"))
+    wanted = torch.stack([transform(to_pil(image)) for image in images]) * std + mean
+    assert (seen - wanted).abs().max() < 2.01 / 255 and (seen - wanted).abs().mean() < 0.3 / 255
+
+
+@pytest.mark.parametrize("size", [(64, 64), (200, 300), (500, 64), (64, 40)])
+def test_hps_is_the_float_resize_with_borders(arch, weights, size):
+    options = RewardOptions(hps_model=str(weights), hps_arch=arch)
+    images = pictures(2, *size, seed=2)
+    scores = load_rewards(["hps"], (), options, CPU)(images, PROMPTS[:2])
+    model = open_clip.create_model(arch, str(weights)).eval()
+    tokenizer = open_clip.get_tokenizer(arch)
+    scale = 64 / max(size)
+    height, width = round(size[0] * scale), round(size[1] * scale)
+    expected = []
+    for image, prompt in zip(images, PROMPTS[:2], strict=True):
+        x = torch.from_numpy(np.array(to_pil(image))).permute(2, 0, 1)[None].float() / 255
+        x = torch.nn.functional.interpolate(x, (height, width), mode="bicubic", antialias=True)
+        canvas = torch.zeros(1, 3, 64, 64)
+        top, left = (64 - height) // 2, (64 - width) // 2
+        canvas[:, :, top:top + height, left:left + width] = x
+        mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
+        std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
+        with torch.no_grad():
+            expected.append(cosine(model.encode_image((canvas - mean) / std),
+                                   model.encode_text(tokenizer([prompt]))))
+    torch.testing.assert_close(scores, torch.tensor([expected]), atol=2e-6, rtol=0)
+
+
+@pytest.fixture
+def hpsv2(arch, tmp_path, monkeypatch):
+    """The published package, with the vocabulary file that its wheel lacks and a tiny network."""
+    for package in ("hpsv2", "clint", "args"):
+        if not find_spec(package):
+            pytest.skip("pip install --no-deps hpsv2 clint args")
+    source = find_spec("hpsv2").submodule_search_locations[0]
+    for name in [name for name in sys.modules if name.split(".")[0] == "hpsv2"]:
+        monkeypatch.delitem(sys.modules, name)
+    shutil.copytree(source, tmp_path / "hpsv2", ignore=shutil.ignore_patterns("assets"))
+    vocabulary = "bpe_simple_vocab_16e6.txt.gz"
+    shutil.copy(Path(open_clip.__file__).parent / vocabulary, tmp_path / "hpsv2/src/open_clip")
+    config = json.dumps(open_clip.get_model_config(arch))
+    (tmp_path / f"hpsv2/src/open_clip/model_configs/{arch}.json").write_text(config)
+    monkeypatch.syspath_prepend(tmp_path)
+    from hpsv2 import img_score
+
+    create = img_score.create_model_and_transforms
+    monkeypatch.setattr(img_score, "create_model_and_transforms",
+                        lambda name, pretrained, **options: create(arch, None, **options))
+    monkeypatch.setattr(img_score, "root_path", str(tmp_path))
+    yield img_score
+    for name in [name for name in sys.modules if name.split(".")[0] == "hpsv2"]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hps_is_the_published_package(hpsv2, arch, weights):
+    reward = load_rewards(["hps"], (), RewardOptions(hps_model=str(weights), hps_arch=arch), CPU)
+    for size in [(64, 64), (120, 160), (333, 200)]:
+        image = pictures(1, *size, seed=3)
+        for prompt in (*PROMPTS, "a very long prompt " * 40):
+            published = hpsv2.score(to_pil(image[0]), prompt, cp=str(weights))[0]
+            ours = reward(image, [prompt]).item()
+            assert ours == pytest.approx(published, abs=2e-6), (size, prompt)
+
+
+def test_a_folder_and_its_bare_weights_score_alike(arch, weights, tmp_path):
+    shutil.copy(weights, tmp_path / "open_clip_pytorch_model.bin")
+    (tmp_path / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": open_clip.get_model_config(arch), "preprocess_cfg": {}}))
+    a = load_rewards(["hps"], (), RewardOptions(hps_model=str(weights), hps_arch=arch), CPU)
+    b = load_rewards(["hps"], (), RewardOptions(hps_model=str(tmp_path)), CPU)
+    images = pictures(4)
+    assert torch.equal(a(images, PROMPTS), b(images, PROMPTS))
+    assert a.model_ids["hps"].split("@")[1] == b.model_ids["hps"].split("@")[1]  # the same bytes
+
+
+def test_long_prompts_keep_their_end_token_and_are_counted_once(arch, weights, tiny_clip):
+    options = RewardOptions(hps_model=str(weights), hps_arch=arch, clip_model=str(tiny_clip))
+    reward = load_rewards(["hps", "clip"], (), options, CPU)
+    long, longer = "red circle " * 90, "blue square " * 500
+    just_fits = "red " * 75  # 75 tokens, start and end
+    images = pictures(4)
+    for _ in range(2):
+        assert torch.isfinite(reward(images, [long, longer, long, just_fits])).all()
+    assert reward.truncated == {"hps": 2, "clip": 3}  # tiny-clip's limit is shorter
+    for name in reward.names:
+        scorer = reward.scorers[name]
+        tokens = scorer.tokenizer([long, "red"])
+        end = tokens[1].max()  # CLIP's end token is the last of its vocabulary
+        assert (tokens[0] == end).nonzero().flatten().tolist() == [tokens.shape[1] - 1]
+
+
+def test_scores_belong_to_their_pair(cfg):
+    reward = load_rewards(["hps", "clip"], (), cfg, CPU)
+    images, prompts = pictures(6), [*PROMPTS, PROMPTS[0], PROMPTS[2]]
+    scores = reward(images, prompts)
+    assert scores.shape == (2, 6) and scores.dtype == torch.float32
+    assert len(set(scores[1].tolist())) == 6
+    order = torch.tensor([3, 5, 0, 2, 4, 1])
+    permuted = reward(images[order], [prompts[i] for i in order])
+    torch.testing.assert_close(permuted, scores[:, order], atol=1e-6, rtol=0)
+    for i in range(6):
+        alone = reward(images[i:i + 1], prompts[i:i + 1])
+        assert alone.shape == (2, 1)
+        torch.testing.assert_close(alone, scores[:, i:i + 1], atol=1e-6, rtol=0)
+    assert reward(images[:0], []).shape == (2, 0)
+    assert reward.calls == 6 + 6 + 6 and reward.seconds > 0
+
+
+def test_bf16(cfg):
+    images = pictures(4)
+    fp32 = load_rewards(["hps", "clip"], (), cfg, CPU)(images, PROMPTS)
+    cfg.reward_dtype = "bf16"
+    half = load_rewards(["hps", "clip"], (), cfg, CPU)
+    assert next(half.scorers["clip"].model.parameters()).dtype == torch.bfloat16
+    scores = half(images.bfloat16(), PROMPTS)
+    assert scores.dtype == torch.float32 and not torch.equal(scores, fp32)
+    torch.testing.assert_close(scores, fp32, atol=0.02, rtol=0)
+
+
+def test_rounding_to_eight_bits(cfg):
+    reward, images = load_rewards(["hps", "clip"], (), cfg, CPU), pictures(4)
+    saved = torch.stack([torch.from_numpy(np.array(to_pil(x))).permute(2, 0, 1) for x in images])
+    assert torch.equal(reward(images, PROMPTS), reward(saved / 255, PROMPTS))
+
+
+def test_models_are_loaded_once_and_without_gradient(cfg):
+    a = load_rewards(["hps", "clip"], (), cfg, CPU)
+    b = load_rewards(["clip"], (2.5,), cfg, CPU)
+    assert a.scorers["hps"].model is a.scorers["clip"].model is b.scorers["clip"].model
+    assert not any(p.requires_grad for p in a.scorers["hps"].model.parameters())
+    assert a.weights.tolist() == [1, 1] and b.weights.tolist() == [2.5]
+    scores = a(pictures(2).requires_grad_(), PROMPTS[:2])
+    assert not scores.requires_grad and not scores.is_inference()
+    weight = torch.ones(2, requires_grad=True)
+    (weight * scores).sum().backward()  # an inference tensor could not be saved for this
+
+
+class Scores:
+    """A scorer that returns what it was given."""
+
+    model_id = "given"
+
+    def __init__(self, *values, can_fail=False):
+        self.values, self.can_fail = values, can_fail
+
+    def __call__(self, images, prompts):
+        return torch.tensor(self.values)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("failure", ["stop", "mask"])
+def test_a_score_that_is_not_finite_ends_in_one_line(value, failure):
+    reward = Rewards({"good": Scores(1.0, 2.0), "broken": Scores(1.0, value)}, (), failure)
+    with pytest.raises(RewardError, match=r"broken is -?(nan|inf) for prompt 'b\\nc'") as error:
+        reward(pictures(2), ["a", "b\nc"])
+    assert "\n" not in str(error.value)
+
+
+def test_only_a_reward_that_can_fail_is_masked():
+    broken = Scores(1.0, math.nan, can_fail=True)
+    scores = Rewards({"judge": broken}, (), "mask")(pictures(2), ["a", "b"])
+    assert scores[0, 0] == 1 and scores[0, 1].isnan()
+    with pytest.raises(RewardError, match="judge is nan for prompt 'b'"):
+        Rewards({"judge": broken}, (), "stop")(pictures(2), ["a", "b"])
+
+
+def test_wrong_numbers_of_things():
+    with pytest.raises(RewardError, match="2 pictures for 1 prompts"):
+        Rewards({"a": Scores(1.0, 2.0)})(pictures(2), ["a"])
+    with pytest.raises(RewardError, match=r"returned the shape \(3,\), must be \(2,\)"):
+        Rewards({"a": Scores(1.0, 2.0, 3.0)})(pictures(2), ["a", "b"])
+    images = pictures(3)
+    images[1, 2, 5, 5] = math.nan
+    with pytest.raises(RewardError, match="not finite, prompt 'b'"):
+        Rewards({"a": Scores(1.0, 2.0, 3.0)})(images, ["a", "b", "c"])
+
+
+@pytest.fixture
+def checker_folder(tmp_path) -> Path:
+    torch.manual_seed(0)
+    shapes.Checker(shapes.Detector()).save(tmp_path / "checker")
+    return tmp_path / "checker"
+
+
+def test_shapes_is_the_checker(checker_folder):
+    options = RewardOptions(shapes_model=str(checker_folder))
+    reward = load_rewards(["shapes", "shapes_strict"], (), options, CPU)
+    assert reward.scorers["shapes"].checker is reward.scorers["shapes_strict"].checker
+    prompts, images = [PROMPTS[0], PROMPTS[3]], pictures(2, 32, 32)
+    strict, graded = shapes.Checker.from_folder(checker_folder)(images, prompts)
+    assert torch.equal(reward(images, prompts), torch.stack([graded, strict]))
+    with pytest.raises(RewardError, match="shapes: not a caption of the shapes world: 'a red fox'"):
+        reward(images, [PROMPTS[0], "a red fox"])
+
+
+def test_mode_is_the_closeness_to_the_mode():
+    from toy.flow2d import ModeReward
+
+    reward = load_rewards(["mode"], (), RewardOptions(), CPU)
+    prompts = Path("toy/prompts/modes.txt").read_text().split()[:3]
+    points = torch.tensor([[1.0, 0.0], [0.3, -0.4], [-2.0, 1.0]])
+    expected = ModeReward()(points, prompts)
+    assert torch.equal(reward(points, prompts), expected[None].float()) and reward.model_ids["mode"]
+
+
+OWN = """
+import torch
+def bright(images, prompts): return images.mean((1, 2, 3)) + torch.tensor(plain(images, prompts))
+def plain(images, prompts): return [float(len(p)) for p in prompts]
+def gap(images, prompts): return [float("nan") if p == "b" else 1.0 for p in prompts]
+def broken(images, prompts): raise ValueError("no\\nmoney")
+constant = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "ownreward.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("ownreward", None)
+
+
+def test_your_own_function(own):
+    names = ["ownreward:bright", "ownreward:plain"]
+    assert missing_rewards(names, RewardOptions()) == []
+    reward, images = load_rewards(names, (1, 2), RewardOptions(), CPU), pictures(2)
+    lengths = torch.tensor([1.0, 3.0])
+    expected = torch.stack([images.mean((1, 2, 3)) + lengths, lengths])
+    torch.testing.assert_close(reward(images, ["a", "bbb"]), expected)
+    assert reward.model_ids[names[0]].startswith("ownreward:bright@sha256:")
+
+
+def test_your_own_function_fails(own):
+    for name, reason in (("broken", "failed: ValueError: no money"),
+                         ("gap", "is nan for prompt 'b'")):
+        name = f"ownreward:{name}"
+        with pytest.raises(RewardError, match=f"reward {name} {reason}"):
+            load_rewards([name], (), RewardOptions(), CPU)(pictures(2), ["a", "b"])
+    masked = load_rewards(["ownreward:broken", "ownreward:gap"], (),
+                          RewardOptions(reward_failure="mask"), CPU)(pictures(2), ["a", "b"])
+    assert masked.isnan().tolist() == [[True, True], [False, True]]
+    for name, reason in (("constant", "is not a function"), ("nothing", "cannot be imported")):
+        with pytest.raises(UserError, match=reason):
+            load_rewards([f"ownreward:{name}"], (), RewardOptions(), CPU)
+
+
+def test_missing_weights_are_named_with_the_way_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    names = ["hps", "clip", "shapes", "shapes_strict", "mode", "no.such:thing"]
+    lines = missing_rewards(names, RewardOptions(shapes_model=str(tmp_path / "none")))
+    assert len(lines) == 4 and not any("\n" in line for line in lines)
+    assert "`hf download xswu/HPSv2 HPS_v2.1_compressed.pt`" in lines[0]
+    assert "HF_HUB_OFFLINE" in lines[0] and "--hps-model" in lines[0]
+    assert ("`hf download apple/DFN5B-CLIP-ViT-H-14 open_clip_config.json "
+            "open_clip_model.safetensors`") in lines[1]
+    assert f"--shapes-model {tmp_path / 'none'}: does not exist" in lines[2]
+    assert "no.such:thing" in lines[3]
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./none", "none", "toy/none/at/all"])
+def test_a_path_that_does_not_exist(source):
+    (line,) = missing_rewards(["clip"], RewardOptions(clip_model=source))
+    assert f"--clip-model {source}: does not exist" in line
+
+
+def test_an_incomplete_folder(tiny_clip, tmp_path):
+    shutil.copy(tiny_clip / "open_clip_config.json", tmp_path)
+    (line,) = missing_rewards(["clip"], RewardOptions(clip_model=str(tmp_path)))
+    assert "the folder lacks open_clip_model.safetensors or" in line
+
+
+def test_files_of_the_hub_cache_are_used(weights, arch, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--someone--scores"
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copy(weights, repo / "snapshots" / commit / "w.pt")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    options = RewardOptions(hps_model="someone/scores/w.pt", hps_arch=arch)
+    assert missing_rewards(["hps"], options) == []
+    reward = load_rewards(["hps"], (), options, CPU)
+    assert reward.model_ids == {"hps": "someone/scores@0123456789ab"}
+    assert torch.isfinite(reward(pictures(1), ["a"])).all()
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_damaged_and_dangerous_weights_are_refused(arch, tmp_path, capsys):
+    for name, content in (("empty.pt", {}), ("other.pt", {"state_dict": {"x": torch.ones(1)}}),
+                          ("bomb.pt", {"state_dict": Bomb()})):
+        torch.save(content, tmp_path / name)
+        options = RewardOptions(hps_model=str(tmp_path / name), hps_arch=arch)
+        with pytest.raises(UserError, match=f"{name}: cannot be loaded as open_clip's {arch}"):
+            load_rewards(["hps"], (), options, CPU)
+    assert "executed" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="no such architecture"):
+        options.hps_arch = "ViT-none"
+        load_rewards(["hps"], (), options, CPU)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("rewards", ("hps", "beauty")), ("reward_weights", (math.nan, 1.0)), ("reward_dtype", "fp8"),
+    ("reward_failure", "zero"), ("hps_resize", "crop"),
+])
+def test_bad_options(name, value):
+    with pytest.raises(UserError) as error:
+        RewardOptions(**{name: value}).validate()
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_rewards_are_refused():
+    with pytest.raises(UserError, match="unknown reward beauty: must be one of hps, clip"):
+        load_rewards(["beauty"], (), RewardOptions(), CPU)
+    assert "unknown reward beauty" in missing_rewards(["beauty"], RewardOptions())[0]
