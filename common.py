@@ -33,21 +33,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from options import RunOptions, UserError, fail, flag
-from policies import fetch_pipeline, load_policy, shard
+from policies import distribute, fetch_pipeline, load_policy
+from prompts import load_prompts
 
 START = -1  # the "step" whose noise is x_1 itself
 
 
-def sigma_schedule(steps: int, shift: float) -> Tensor:
+def sigma_schedule(steps: int, shift: float, schedule: str = "shifted") -> Tensor:
     """The levels t_0 = 1 > … > t_T = 0 of a trajectory: u uniform, t = a·u / (1 + (a − 1)·u) with
-    shift a.
-
-    Returns float64 [steps + 1]."""
+    the shift a; schedule "diffusers" is its scheduler's own table, whose levels below 1 are shifted
+    twice (Flow-GRPO's released code ran on it). Returns float64 [steps + 1]."""
     if steps < 1 or not shift > 0:
         raise UserError(f"a schedule needs steps >= 1 and shift > 0, not {steps} and {shift}")
+    if schedule == "diffusers":
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas.double()
     u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * u / (1 + (shift - 1) * u)
 
@@ -97,56 +104,6 @@ def generator(*key) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def load_prompts(source: str) -> list[str]:
-    """The prompts of a file, in its order.
-
-    source: a .txt file (one a line), a .jsonl or .json file (strings, or objects with "prompt"), or
-    hf://datasets/REPO/FILE of the same kinds. A .json file counts a repeated prompt once (HPDv2
-    lists one for each pair of images). Raises UserError naming file and line."""
-    path = pathlib.Path(fetch_dataset_file(source))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":
-            rows = list(enumerate(json.loads(text), 1))
-        else:
-            rows = [(n, row.strip()) for n, row in enumerate(text.split("\n"), 1) if row.strip()]
-        if path.suffix == ".jsonl":
-            rows = [(n, json.loads(row)) for n, row in rows]
-        elif path.suffix not in (".json", ".txt"):
-            raise UserError(f"prompt file {source}: its name must end in .txt, .jsonl or .json")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"prompt file {source} cannot be read: {error}") from None
-    prompts = []
-    for n, row in rows:
-        prompt = row.get("prompt") if isinstance(row, dict) else row
-        if not isinstance(prompt, str):
-            raise UserError(
-                f'prompt file {source}, entry {n}: neither a string nor an object with "prompt"'
-            )
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"prompt file {source} is empty: it needs at least one prompt")
-    return list(dict.fromkeys(prompts)) if path.suffix == ".json" else prompts
-
-
-def fetch_dataset_file(source: str) -> str:
-    """The local path of `source`; hf://datasets/OWNER/NAME/FILE comes from the hub, or its local
-    cache."""
-    if not source.startswith("hf://datasets/"):
-        return source
-    from huggingface_hub import hf_hub_download
-
-    owner, name, file = source.removeprefix("hf://datasets/").split("/", 2)
-    try:
-        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
-    except Exception as error:
-        raise UserError(
-            f"prompt file {source} is not in the local cache and could not be downloaded "
-            f"({type(error).__name__}): name a local file, or run `hf download {owner}/{name} {file} "
-            "--repo-type dataset` where there is a network"
-        ) from None
-
-
 class Meter:
     """Counts calls and seconds of functions under a name: Meter().count("decode", f) is f,
     counted."""
@@ -185,8 +142,8 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
         low = cfg.prompts_per_step // world * world
         near = " or ".join(str(n) for n in (low, low + world) if n)
         raise UserError(
-            f"--prompts-per-step {cfg.prompts_per_step} cannot be shared out over {world} processes: the "
-            f"nearest that can is {near}"
+            f"--prompts-per-step {cfg.prompts_per_step} cannot be shared out over {world} "
+            f"processes: {near} can"
         )
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
@@ -235,9 +192,9 @@ def find_checkpoint(cfg: RunOptions, algorithm: str) -> pathlib.Path | None:
 
 # What a resumed run may change: everything else belongs to what is computed.
 FREE = {
-    "iterations", "out", "resume", "preset", "device", "rollout_batch", "train_batch", "decode_batch",
-    "eval_every", "eval_rewards", "picture_count", "save_every", "keep_checkpoints", "export",
-    "trackers", "activation_checkpointing",
+    "iterations", "out", "resume", "preset", "device", "rollout_batch", "train_batch",
+    "decode_batch", "eval_every", "eval_rewards", "picture_count", "save_every",
+    "keep_checkpoints", "export", "trackers", "activation_checkpointing",
 }  # fmt: skip
 
 
@@ -250,10 +207,10 @@ def check_same_run(cfg: RunOptions, algorithm: str, checkpoint: pathlib.Path) ->
     for name in sorted(set(saved["config"]) & set(now) - FREE):
         if saved["config"][name] != now[name]:
             raise UserError(
-                f"{checkpoint} was made with {flag(name)} {saved['config'][name]}, not {now[name]}: resume "
-                "with the same settings, or start a new run with another --out"
+                f"{checkpoint} was made with {flag(name)} {saved['config'][name]}, not "
+                f"{now[name]}: keep the settings, or start a new run with another --out"
             )
-    if saved["sigmas"] != sigma_schedule(cfg.sampling_steps, cfg.shift).tolist():
+    if saved["sigmas"] != sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule).tolist():
         raise UserError(f"{checkpoint} was made with other noise levels than this version computes")
 
 
@@ -279,16 +236,20 @@ class Run:
         self.reward = load_rewards(cfg.rewards, cfg.reward_weights, cfg, self.device)
         self.eval_reward = load_rewards(cfg.eval_rewards, (), cfg, self.device)
         self.policy = load_policy(cfg, self.device, dtype, empty=self.rank > 0)
-        shard(self.policy, self.device, dtype)
+        distribute(self.policy, cfg, self.device, dtype, getattr(cfg, "reference", "") == "copy")
         if cfg.activation_checkpointing and hasattr(
             self.policy.transformer, "enable_gradient_checkpointing"
         ):
             self.policy.transformer.enable_gradient_checkpointing()  # diffusers': non-reentrant
         self.policy.velocity = self.meter.count("network", self.policy.velocity)
         self.policy.decode = self.meter.count("decode", self.policy.decode)
+        trained = self.policy.transformer.named_parameters()
+        self.parameters = {name: p for name, p in trained if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.policy.transformer.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay
+            self.parameters.values(), lr=cfg.lr, weight_decay=cfg.weight_decay
         )
+        self.updates = 0
+        self.ema = {k: p.detach().clone() for k, p in self.parameters.items() if cfg.ema_decay}
         checkpoint = find_checkpoint(cfg, algorithm)
         if checkpoint:
             self.load(checkpoint)
@@ -343,16 +304,40 @@ class Run:
     def optimizer_step(self) -> float:
         """Clip the gradient norm, update, forget the gradients; returns the norm before
         clipping."""
-        parameters = list(self.policy.transformer.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.cfg.max_grad_norm)
-        norm = float(norm.full_tensor())
+        cfg, parameters = self.cfg, list(self.parameters.values())
+        if cfg.lora_rank:  # sharded weights are averaged by FSDP, adapters here, in one collective
+            gradients = [p.grad for p in parameters]
+            joined = torch.cat([g.flatten() for g in gradients])
+            dist.all_reduce(joined)
+            for g, mean in zip(
+                gradients, joined.split([g.numel() for g in gradients]), strict=True
+            ):
+                g.copy_(mean.view_as(g) / self.world)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(norm):
             raise UserError(
-                f"the gradient norm of iteration {self.iteration} is {norm}: training stops here"
+                f"the gradient norm of iteration {self.iteration} is {norm}: training ends"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.updates += 1
+        if self.ema and self.updates % cfg.ema_every == 0:
+            for name, average in self.ema.items():
+                average.lerp_(self.parameters[name].detach(), 1 - cfg.ema_decay)
         return norm
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """Inside, the policy has the averaged weights, where an average is kept."""
+        kept = {name: self.parameters[name].detach().clone() for name in self.ema}
+        for name, average in self.ema.items():
+            self.parameters[name].data.copy_(average)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                self.parameters[name].data.copy_(value)
 
     @contextlib.contextmanager
     def clock(self, phase: str):
@@ -387,14 +372,18 @@ class Run:
         for tracker in self.trackers:
             tracker.log(record, step=record["iteration"])
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
+        with self.averaged():
+            return self._evaluate()
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
         """Mean scores of the held-out prompts, ODE sampled. Their noise is the same for every seed,
         iteration and algorithm. Each process takes every world-th prompt; all make the same number
         of network calls (a sharded network needs all of them), so the last ones may repeat a
         prompt."""
         cfg, start = self.cfg, time.perf_counter()
-        sigmas = sigma_schedule(cfg.eval_steps, cfg.shift)
+        sigmas = sigma_schedule(cfg.eval_steps, cfg.shift, cfg.schedule)
         mine = range(self.rank, len(self.held_out), self.world)
         most = len(range(0, len(self.held_out), self.world))
         scores, images = {}, {}
@@ -467,7 +456,9 @@ class Run:
                 "derived": self.cfg.derived(),
             }
             about |= {"rewards": ids, "processes": self.world, "versions": versions()}
-            about["sigmas"] = sigma_schedule(self.cfg.sampling_steps, self.cfg.shift).tolist()
+            about["sigmas"] = sigma_schedule(
+                self.cfg.sampling_steps, self.cfg.shift, self.cfg.schedule
+            ).tolist()
             write_atomically(self.out / "config.json", json.dumps(about, indent=1))
             metrics = self.out / "metrics.jsonl"
             rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
@@ -484,10 +475,13 @@ class Run:
             self.trackers[-1].start()
 
     def _state(self) -> dict:
+        """What a checkpoint holds of the trained weights: sharded, or each adapter once."""
         model = self.policy.transformer
+        options = StateDictOptions(ignore_frozen_params=True)
         return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, self.optimizer),
+            "model": get_model_state_dict(model, options=options),
+            "optimizer": get_optimizer_state_dict(model, self.optimizer, options=options),
+            "ema": self.ema,
         }
 
     def save(self) -> pathlib.Path:
@@ -500,9 +494,8 @@ class Run:
         dist.barrier()
         dcp.save(self._state(), checkpoint_id=partial)
         if self.rank == 0:
-            about = json.loads((self.out / "config.json").read_text()) | {
-                "iteration": self.iteration
-            }
+            about = json.loads((self.out / "config.json").read_text())
+            about |= {"iteration": self.iteration, "updates": self.updates}
             write_atomically(partial / "run.json", json.dumps(about, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
@@ -516,15 +509,21 @@ class Run:
         """Continue from a checkpoint, whatever number of processes wrote it."""
         state, model = self._state(), self.policy.transformer
         dcp.load(state, checkpoint_id=checkpoint)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, self.optimizer, state["optimizer"])
-        self.iteration = json.loads((checkpoint / "run.json").read_text())["iteration"]
+        options = StateDictOptions(ignore_frozen_params=True, strict=False)
+        set_model_state_dict(model, state["model"], options=options)
+        set_optimizer_state_dict(model, self.optimizer, state["optimizer"], options=options)
+        self.ema = state["ema"]
+        about = json.loads((checkpoint / "run.json").read_text())
+        self.iteration, self.updates = about["iteration"], about["updates"]
 
     def export(self) -> None:
-        """Write the trained weights to OUT/export as plain diffusers loads them; called by all
-        processes."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.policy.transformer, options=options)
+        """Write the trained weights (their average, where one is kept) to OUT/export as plain
+        diffusers loads them; called by all processes."""
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=bool(self.cfg.lora_rank)
+        )
+        with self.averaged():
+            state = get_model_state_dict(self.policy.transformer, options=options)
         if self.rank == 0:
             self.policy.export(state, self.out / "export")
         dist.barrier()

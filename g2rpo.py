@@ -213,7 +213,11 @@ def rollout(policy, reward, prompts: list[str], cfg: Config, noise) -> Rollout:
 
     The anchor is computed in the batches of the update, so that the ratio starts at exactly 1 in
     any precision."""
-    sigmas, P, G = sigma_schedule(cfg.sampling_steps, cfg.shift), len(prompts), cfg.group_size
+    sigmas, P, G = (
+        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
+        len(prompts),
+        cfg.group_size,
+    )
     cond = policy.encode(prompts)
     x = policy.noise([noise(p, 0, START) for p in range(P)])
     states, directions, logp_old = [], [], []
@@ -249,7 +253,11 @@ def complete(policy, reward, directions, cond, prompts: list[str], cfg: Config) 
 
     directions: for each step of M the states [P·G, …]. Completions with a common prefix of levels
     share its states. Returns [R, J, P, K, G]."""
-    sigmas, P, G = sigma_schedule(cfg.sampling_steps, cfg.shift), len(prompts), cfg.group_size
+    sigmas, P, G = (
+        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
+        len(prompts),
+        cfg.group_size,
+    )
     every = {i: [tuple(path) for path in paths(cfg, i)] for i in cfg.sde_steps}
     who = torch.arange(P).repeat_interleave(G)
     frontier = {(i + 1,): x for i, x in zip(cfg.sde_steps, directions, strict=True)}
@@ -277,7 +285,10 @@ def complete(policy, reward, directions, cond, prompts: list[str], cfg: Config) 
 def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, float]:
     """Maximise f = 1/G Σ_i 1/|M| Σ_k min(r·A, clip(r)·A): one forward/backward of x_k serves its
     whole group."""
-    sigmas, (K, P, G) = sigma_schedule(cfg.sampling_steps, cfg.shift), roll.logp_old.shape
+    sigmas, (K, P, G) = (
+        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
+        roll.logp_old.shape,
+    )
     norms, losses, ratios = [], [], []
     for k, i in enumerate(cfg.sde_steps):
         for p in torch.arange(P).split(cfg.train_batch):

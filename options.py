@@ -21,7 +21,15 @@ class UserError(Exception):
 
 
 @dataclass
-class RewardOptions:
+class GenEvalOptions:
+    geneval_metadata: str = ""  # GenEval's jsonl file: path, or hf://datasets/REPO/FILE
+    geneval_detector: str = "facebook/mask2former-swin-small-coco-instance"  # folder or hub id
+    geneval_size: tuple[int, ...] = (800, 1333)  # detector's input: short side, most of long side
+    geneval_colour_model: str = "timm/vit_large_patch14_clip_224.openai"  # open_clip folder or id
+
+
+@dataclass
+class RewardOptions(GenEvalOptions):
     rewards: tuple[str, ...] = (
         "hps",
         "clip",
@@ -70,6 +78,13 @@ class RunOptions(RewardOptions):
     height: int = 720  # image height, pixels
     width: int = 720  # image width, pixels
     max_sequence_length: int = 512  # text tokens for T5
+    t5: bool = True  # load SD3's third text encoder (FLUX always needs it)
+    negative_prompt: str = ""  # of classifier-free guidance (SD3)
+    schedule: str = "shifted"  # noise levels: shifted once, or diffusers (twice, as it samples SD3)
+    lora_rank: int = 0  # r of LoRA adapters on the attention projections (0: train all weights)
+    lora_alpha: float = 64.0  # α of the adapters, which are scaled by α/r
+    ema_decay: float = 0.0  # average the trained weights, to evaluate and export them (0: no average)
+    ema_every: int = 1  # optimiser updates between two steps of that average
     prompts_per_step: int = (
         16  # prompts of one iteration over all processes (paper: one a GPU on 16)
     )
@@ -106,6 +121,13 @@ class RunOptions(RewardOptions):
         at_least(self, 1, "rollout_batch", "train_batch", "decode_batch", "eval_steps")
         at_least(self, 0, "seed", "eval_every", "eval_count", "picture_count", "save_every")
         at_least(self, 0, "keep_checkpoints")
+        at_least(self, 0, "lora_rank", "ema_decay")
+        at_least(self, 1, "ema_every")
+        choices(self, "schedule", ("shifted", "diffusers"))
+        if self.lora_rank and not 0 < self.lora_alpha < float("inf"):
+            raise UserError(f"--lora-alpha {self.lora_alpha}: must be above 0")
+        if self.ema_decay >= 1:
+            raise UserError(f"--ema-decay {self.ema_decay}: must be below 1, for instance 0.995")
         choices(self, "dtype", ("auto", "fp32", "bf16"))
         choices(self, "device", ("auto", "cpu", "cuda"))
         choices(self, "trackers", ("tensorboard", "wandb"))

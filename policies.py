@@ -4,6 +4,7 @@ A policy offers encode, noise, velocity and decode; `transformer`, the module th
 `blocks`, what of it is sharded; and export. A new model family is a class with these methods and a
 line in `load_policy`."""
 
+import copy
 import json
 import pathlib
 from collections.abc import Sequence
@@ -40,26 +41,47 @@ def fetch_pipeline(model: str) -> str:
         ) from None
 
 
-class FluxPolicy:
-    """FLUX as a policy: diffusers' FluxPipeline, whose own helpers encode, pack and decode.
+class Policy:
+    """What the families share. `transformer` is the module that is trained, `dtype` that of its
+    compute; `reference` is a frozen copy of it, where one was asked for."""
 
-    A policy is encode, noise, velocity, decode, `transformer` (what is trained), `blocks` (what is
-    sharded) and export. Latents are packed: [n, tokens, channels]."""
+    reference: torch.nn.Module | None = None
+    dtype = torch.float32
+
+    @torch.no_grad()
+    def reference_velocity(self, x: Tensor, t: Tensor, cond: dict[str, Tensor]) -> Tensor:
+        """The velocity of the initial policy: adapters off, or the frozen copy. As `velocity`."""
+        trained = self.transformer
+        if self.reference is None:
+            trained.disable_adapters()
+        else:
+            self.transformer = self.reference
+        try:
+            return self.velocity(x, t, cond)
+        finally:
+            self.transformer = trained
+            if self.reference is None:
+                trained.enable_adapters()
+
+
+class FluxPolicy(Policy):
+    """FLUX: diffusers' FluxPipeline, whose own helpers encode, pack and decode.
+
+    Latents are packed: [n, tokens, channels]. cfg.guidance is the embedded guidance scale."""
 
     def __init__(self, cfg: RunOptions, device, dtype=torch.float32, empty: bool = False):
-        """dtype: of the frozen parts; the transformer is loaded in fp32, on the CPU. empty: its
-        parameters stay on the meta device (they come from another process)."""
+        """dtype: of the network's compute and of the frozen parts; the transformer is loaded in
+        fp32 on the CPU. empty: its parameters stay on the meta device (they come from another
+        process)."""
         from diffusers import FluxPipeline, FluxTransformer2DModel
 
+        if not cfg.t5:
+            raise UserError("--no-t5: FLUX has no other text tokens than T5's; drop the flag")
         folder = fetch_pipeline(cfg.model)
         self.pipe = FluxPipeline.from_pretrained(folder, transformer=None, dtype=dtype).to(device)
         self.transformer = load_transformer(FluxTransformer2DModel, folder, empty)
-        multiple = self.pipe.vae_scale_factor * 2
-        if cfg.height % multiple or cfg.width % multiple:
-            raise UserError(
-                f"--height {cfg.height} --width {cfg.width}: both must be multiples of {multiple}"
-            )
-        self.cfg, self.device = cfg, device
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        check_size(cfg, self.pipe.vae_scale_factor * 2)
         self.channels = self.transformer.config.in_channels // 4
         x, ids = self._latents([torch.Generator()])
         self.latent_shape, self.image_ids = tuple(x.shape[1:]), ids.to(device)
@@ -112,16 +134,114 @@ class FluxPolicy:
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
         """Images [n, 3, height, width] in [0, 1] of clean latents x0 [n, tokens, channels]."""
-        pipe, vae = self.pipe, self.pipe.vae
-        z = pipe._unpack_latents(x0, self.cfg.height, self.cfg.width, pipe.vae_scale_factor)
-        z = (z / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
-        image = vae.decode(z, return_dict=False)[0]
-        return pipe.image_processor.postprocess(image, output_type="pt").float()
+        size = (self.cfg.height, self.cfg.width, self.pipe.vae_scale_factor)
+        return decode_latents(self.pipe, self.pipe._unpack_latents(x0, *size))
 
     def export(self, state: dict[str, Tensor], folder: pathlib.Path) -> None:
-        """Write a folder that FluxTransformer2DModel.from_pretrained loads, from a full state
-        dict."""
-        export_transformer(self.transformer, state, folder / "transformer")
+        """Write weights as plain diffusers loads them; see `export_transformer`."""
+        export_transformer(self, state, folder)
+
+
+class SD3Policy(Policy):
+    """Stable Diffusion 3 and 3.5: diffusers' StableDiffusion3Pipeline.
+
+    Latents: [n, channels, height/8, width/8]. cfg.guidance is the scale w of classifier-free
+    guidance, v = v_u + w·(v_c − v_u); at w = 1 there is no unconditional call."""
+
+    def __init__(self, cfg: RunOptions, device, dtype=torch.float32, empty: bool = False):
+        """As FluxPolicy. The third text encoder (T5) is left out where the folder has none or
+        cfg.t5 is off: its tokens are zeros then, as in the pipeline."""
+        from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+        folder = fetch_pipeline(cfg.model)
+        index = json.loads((pathlib.Path(folder) / "model_index.json").read_text())
+        has_t5 = cfg.t5 and (index.get("text_encoder_3") or [None])[0] is not None
+        left_out = {} if has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+        self.pipe = StableDiffusion3Pipeline.from_pretrained(
+            folder, transformer=None, dtype=dtype, **left_out
+        ).to(device)
+        self.transformer = load_transformer(SD3Transformer2DModel, folder, empty)
+        self.pipe.transformer = self.transformer  # encode_prompt reads its config
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        check_size(cfg, self.pipe.vae_scale_factor * self.transformer.config.patch_size)
+        self.latent_shape = tuple(self.noise([torch.Generator()]).shape[1:])
+
+    def blocks(self) -> list[torch.nn.Module]:
+        return list(self.transformer.transformer_blocks)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Text conditioning of n prompts, and of the negative prompt where there is guidance:
+        {"text": [n, tokens, d], "pooled": [n, d'], "negative_text", "negative_pooled"}."""
+        guided = self.cfg.guidance != 1
+        text, negative_text, pooled, negative_pooled = self.pipe.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=guided,
+            negative_prompt=[self.cfg.negative_prompt] * len(prompts),
+            max_sequence_length=self.cfg.max_sequence_length,
+        )
+        cond = {"text": text, "pooled": pooled}
+        return cond | (
+            {"negative_text": negative_text, "negative_pooled": negative_pooled} if guided else {}
+        )
+
+    def noise(self, generators: list[torch.Generator]) -> Tensor:
+        """Standard normal latents [n, channels, h, w] in fp32, one drawn from each CPU
+        generator."""
+        size = (self.transformer.config.in_channels, self.cfg.height, self.cfg.width)
+        return self.pipe.prepare_latents(
+            len(generators), *size, torch.float32, torch.device("cpu"), generators
+        ).to(self.device)
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Tensor]) -> Tensor:
+        """The guided v_θ(x_t, t, c), shape and dtype of x [n, channels, h, w]; t: exact levels,
+        fp32 [n].
+
+        The unconditional half carries no gradient. SD3Transformer2DModel takes 1000·t."""
+        v = self._velocity(x, t, cond["text"], cond["pooled"])
+        if "negative_text" not in cond:
+            return v
+        with torch.no_grad():
+            v_u = self._velocity(x, t, cond["negative_text"], cond["negative_pooled"])
+        return v_u + self.cfg.guidance * (v - v_u)
+
+    def _velocity(self, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+        return self.transformer(
+            hidden_states=x.to(text.dtype),
+            timestep=1000 * t,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0].to(x.dtype)
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        """Images [n, 3, height, width] in [0, 1] of clean latents x0 [n, channels, h, w]."""
+        return decode_latents(self.pipe, x0)
+
+    def export(self, state: dict[str, Tensor], folder: pathlib.Path) -> None:
+        """Write weights as plain diffusers loads them; see `export_transformer`."""
+        export_transformer(self, state, folder)
+
+
+def check_size(cfg: RunOptions, multiple: int) -> None:
+    if cfg.height % multiple or cfg.width % multiple:
+        raise UserError(
+            f"--height {cfg.height} --width {cfg.width}: both must be multiples of {multiple}"
+        )
+
+
+def decode_latents(pipe, z: Tensor) -> Tensor:
+    """Images [n, 3, height, width] in [0, 1] of latents z [n, channels, h, w], as the pipelines do
+    it."""
+    vae = pipe.vae
+    z = (z / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
+    return pipe.image_processor.postprocess(
+        vae.decode(z, return_dict=False)[0], output_type="pt"
+    ).float()
 
 
 def load_transformer(cls, folder: str, empty: bool):
@@ -133,12 +253,26 @@ def load_transformer(cls, folder: str, empty: bool):
         return cls.from_config(cls.load_config(folder, subfolder="transformer"))
 
 
-def export_transformer(transformer, state: dict[str, Tensor], folder: pathlib.Path) -> None:
-    """save_pretrained of an unsharded copy of `transformer` that holds `state`."""
+def export_transformer(policy, state: dict[str, Tensor], folder: pathlib.Path) -> None:
+    """Write trained weights where plain diffusers finds them.
+
+    state: the whole state dict, or only the adapter's parameters where there is one. Full weights
+    go to folder/transformer (from_pretrained loads it), an adapter to
+    folder/pytorch_lora_weights.safetensors with its metadata (load_lora_weights takes it at the
+    right α)."""
+    transformer = policy.transformer
+    if getattr(transformer, "peft_config", None):
+        from diffusers.training_utils import _collate_lora_metadata
+        from peft import get_peft_model_state_dict
+
+        layers = get_peft_model_state_dict(transformer, state_dict=dict(state))
+        metadata = _collate_lora_metadata({"transformer": transformer})
+        policy.pipe.save_lora_weights(folder, transformer_lora_layers=layers, **metadata)
+        return
     with torch.device("meta"):
         whole = type(transformer).from_config(transformer.config)
-    whole.load_state_dict(state, assign=True)
-    whole.save_pretrained(folder)
+    whole.load_state_dict({k: v.to(policy.dtype) for k, v in state.items()}, assign=True)
+    whole.save_pretrained(folder / "transformer")
 
 
 def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = False):
@@ -148,7 +282,7 @@ def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = Fals
 
         return ToyPolicy(cfg, device)
     index = json.loads((pathlib.Path(fetch_pipeline(cfg.model)) / "model_index.json").read_text())
-    families = {"FluxPipeline": FluxPolicy}
+    families = {"FluxPipeline": FluxPolicy, "StableDiffusion3Pipeline": SD3Policy}
     if index.get("_class_name") not in families:
         raise UserError(
             f"model {cfg.model} is a {index.get('_class_name')}: it must be one of "
@@ -157,26 +291,70 @@ def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = Fals
     return families[index["_class_name"]](cfg, device, dtype, empty)
 
 
-def shard(policy, device, dtype) -> None:
-    """Shard policy.transformer over all processes (FSDP2, block by block): fp32 master weights,
-    compute and gathers in `dtype`. Weights are read by rank 0 alone and broadcast one tensor at a
-    time."""
-    model, rank = policy.transformer, dist.get_rank()
-    full = model.state_dict() if rank == 0 else {}
-    left_out = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-    if left_out:
-        raise UserError(f"buffers {sorted(left_out)} of the transformer are not in its state dict")
-    model.to("meta")
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+# The projections of attention, the text side's included (Flow-GRPO's choice for SD3).
+LORA_TARGETS = [
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+]
+
+
+def add_lora(policy, rank: int, alpha: float, dtype) -> None:
+    """Freeze policy.transformer in `dtype` and add fp32 adapters to its attention projections
+    (peft)."""
+    from peft import LoraConfig
+
+    if not hasattr(policy.transformer, "add_adapter"):
+        raise UserError(
+            "--lora-rank: this model takes no adapters; train it in full with --lora-rank 0"
+        )
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=LORA_TARGETS, init_lora_weights="gaussian"
+    )
+    for parameter in policy.transformer.parameters():
+        parameter.requires_grad_(False).data = parameter.data.to(dtype)
+    policy.transformer.add_adapter(config)
+
+
+def replicate(module: torch.nn.Module, device) -> None:
+    """Move a module to `device` with the values of rank 0 (other ranks may hold it on the meta
+    device)."""
+    module.to(device) if dist.get_rank() == 0 else module.to_empty(device=device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
+
+
+def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], device, dtype) -> None:
+    """Shard a module over all processes (FSDP2, block by block): fp32 master weights, compute and
+    gathers in `dtype`. Rank 0 holds the weights and broadcasts them one tensor at a time."""
+    full = module.state_dict() if dist.get_rank() == 0 else {}
+    left_out = {name for name, _ in module.named_buffers()} - set(module.state_dict())
+    assert not left_out, f"buffers {sorted(left_out)} are not in the state dict: they would be lost"
+    module.to("meta")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # The root reshards too: else writes to the shards after a no_grad forward are silently lost.
     kwargs = dict(mesh=mesh, reshard_after_forward=True)
     if dtype != torch.float32:
-        kwargs["mp_policy"] = precision
-    for block in policy.blocks():
+        kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in blocks:
         fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    model.to_empty(device=device)
+    fully_shard(module, **kwargs)
+    module.to_empty(device=device)
     set_model_state_dict(
-        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
+
+
+def distribute(policy, cfg: RunOptions, device, dtype, reference: bool) -> None:
+    """Spread a freshly loaded policy over the processes: adapters on a replicated base
+    (cfg.lora_rank), or all weights sharded. reference: also keep a frozen copy of the initial
+    weights, sharded alike."""
+    if cfg.lora_rank:
+        add_lora(policy, cfg.lora_rank, cfg.lora_alpha, dtype)
+        replicate(policy.transformer, device)
+        return
+    if reference:
+        policy.reference = copy.deepcopy(policy.transformer).requires_grad_(False)
+        trained, policy.transformer = policy.transformer, policy.reference
+        shard(policy.transformer, policy.blocks(), device, dtype)
+        policy.transformer = trained
+    shard(policy.transformer, policy.blocks(), device, dtype)
