@@ -104,6 +104,16 @@ def generator(*key) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
+def most(n: int) -> int:
+    """The largest n of all processes: as often each of them must call a sharded network, which waits
+    for all at every call. Called by all of them; n itself outside a run."""
+    if not dist.is_initialized():
+        return n
+    every = [n] * dist.get_world_size()
+    dist.all_gather_object(every, n)
+    return max(every)
+
+
 class Meter:
     """Counts calls and seconds of functions under a name: Meter().count("decode", f) is f,
     counted."""
@@ -348,6 +358,12 @@ class Run:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Collect this process's metrics of the current iteration."""
+        deviation = metrics.get("ratio_deviation_max", 0.0)
+        if deviation > self.cfg.clip_range / 2:
+            tqdm.write(
+                f"warning: iteration {self.iteration} starts with ratios up to {deviation:.1e} away "
+                f"from 1, more than half of the clip range {self.cfg.clip_range}"
+            )
         self.record |= metrics
 
     def _write(self) -> None:

@@ -172,18 +172,19 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     rewards: [R, J, …, K, G] of R reward models and J granularities, NaN where a score failed;
     weights: one for each reward model. A group without spread counts 0, as does a failed score.
     Returns [..., K, G]."""
+    dtype, rewards = rewards.dtype, rewards.double()  # float32 would round small spreads away
     valid = ~rewards.isnan()
-    mean = rewards.nanmean(-1, keepdim=True)
-    diff = torch.where(valid, rewards - mean, 0.0)
+    diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
     std = (
         diff.square().sum(-1, keepdim=True) / (valid.sum(-1, keepdim=True) - 1).clamp(min=1)
     ).sqrt()
     high = rewards.nan_to_num(-math.inf).amax(-1, keepdim=True)
     low = rewards.nan_to_num(math.inf).amin(-1, keepdim=True)
     adv = torch.where(high > low, diff / (std + 1e-8), 0.0)
+    assert (adv.sum(-1).abs() < 1e-6).all(), "the advantages of a group must add up to zero"
     if weights is not None:
         adv = adv * torch.as_tensor(weights).to(adv).view(-1, *[1] * (adv.ndim - 1))
-    return adv.sum((0, 1)).clamp(-adv_clip, adv_clip)
+    return adv.sum((0, 1)).clamp(-adv_clip, adv_clip).to(dtype)
 
 
 def surrogate(logp_new: Tensor, logp_old: Tensor, adv: Tensor, clip_range: float) -> Tensor:
@@ -289,7 +290,7 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
         sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
         roll.logp_old.shape,
     )
-    norms, losses, ratios = [], [], []
+    norms, losses, ratios, first = [], [], [], []
     for k, i in enumerate(cfg.sde_steps):
         for p in torch.arange(P).split(cfg.train_batch):
             x, x_next = roll.x[k, p], roll.x_next[k, p].flatten(0, 1)
@@ -304,13 +305,14 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
             (loss * share).backward()
             losses.append(loss.item() * share)
             ratios.append((logp.detach() - roll.logp_old[k, p]).exp().flatten())
+            first += [] if norms else ratios[-1:]  # before any update: must be 1
         if cfg.update_per_step or k == K - 1:
             norms.append(optimizer_step())
     ratio = torch.cat(ratios)
     return {
         "loss": sum(losses),
         "grad_norm": sum(norms) / len(norms),
-        "ratio_deviation_max": float((ratio - 1).abs().max()),
+        "ratio_deviation_max": float((torch.cat(first) - 1).abs().max()),
         "clipped": float(((ratio - 1).abs() > cfg.clip_range).float().mean()),
     }
 
@@ -324,7 +326,7 @@ def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     }
     for name, r, s in zip(names, roll.rewards, spread, strict=True):
         out[f"explored/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.nan_to_num().std(-1).mean())
+        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
         out[f"groups_without_spread/{name}"] = float((~s).float().mean())
     return out | {"adv_abs": float(roll.adv.abs().mean())}
 
