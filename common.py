@@ -105,8 +105,8 @@ def generator(*key) -> torch.Generator:
 
 
 def most(n: int) -> int:
-    """The largest n of all processes: as often each of them must call a sharded network, which waits
-    for all at every call. Called by all of them; n itself outside a run."""
+    """The largest n of all processes, for numbers of calls: a sharded network waits for every
+    process at each call. Called by all of them; n itself outside a run."""
     if not dist.is_initialized():
         return n
     every = [n] * dist.get_world_size()
