@@ -133,14 +133,15 @@ def sde_step(x, v, t, s, eta, t1, *, noise=None, x_next=None):
     x, v: state and velocity [n, …]; t, s: levels; t1: the first level below 1, which bounds g near
     t = 1; noise ~ N(0, I) draws x_next = mean + std·noise, or x_next is given and judged. Returns
     x_next, the log-probability of x_next averaged over its dimensions [n] (None where std = 0),
-    mean, std (float)."""
+    mean, std (float); computed in fp32 at least."""
     t, s = float(t), float(s)
+    x, v = (u.to(torch.promote_types(u.dtype, torch.float32)) for u in (x, v))
     g = eta * math.sqrt(t / (1 - min(t, float(t1))))
     std = g * math.sqrt(t - s)
     x1_hat = x + (1 - t) * v
     mean = x + (s - t) * (v + g**2 / (2 * t) * x1_hat)
     if x_next is None:
-        x_next = mean + std * noise
+        x_next = mean + std * noise if std else mean
     if std == 0:
         return x_next, None, mean, std
     logp = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std * math.sqrt(2 * math.pi))
