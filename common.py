@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -170,12 +171,19 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
     if problems:
         raise UserError("; ".join(dict.fromkeys(problems)))
     out, checkpoint = out_folder(cfg, algorithm), find_checkpoint(cfg, algorithm)
-    if (out / "config.json").exists() and not cfg.resume:
+    taken = (out / "config.json").exists()
+    if (
+        taken
+        and cfg.resume != "auto"
+        and not (checkpoint and checkpoint.resolve().is_relative_to(out.resolve()))
+    ):
         raise UserError(
             f"{out} already holds a run: pass --resume auto to continue it, or another --out"
         )
-    if checkpoint:
-        check_same_run(cfg, algorithm, checkpoint)
+    if checkpoint or taken:
+        check_same_run(
+            cfg, algorithm, checkpoint / "run.json" if checkpoint else out / "config.json"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -208,20 +216,20 @@ FREE = {
 }  # fmt: skip
 
 
-def check_same_run(cfg: RunOptions, algorithm: str, checkpoint: pathlib.Path) -> None:
-    """Refuse to resume a checkpoint of another algorithm, schedule or setting."""
-    saved = json.loads((checkpoint / "run.json").read_text())
+def check_same_run(cfg: RunOptions, algorithm: str, record: pathlib.Path) -> None:
+    """Refuse to continue a run of another algorithm, schedule or setting than `record` tells of."""
+    saved = json.loads(record.read_text())
     if saved["algorithm"] != algorithm:
-        raise UserError(f"{checkpoint} is a run of {saved['algorithm']}, not of {algorithm}")
+        raise UserError(f"{record.parent} is a run of {saved['algorithm']}, not of {algorithm}")
     now = json.loads(json.dumps(asdict(cfg)))
     for name in sorted(set(saved["config"]) & set(now) - FREE):
         if saved["config"][name] != now[name]:
             raise UserError(
-                f"{checkpoint} was made with {flag(name)} {saved['config'][name]}, not "
+                f"{record.parent} was made with {flag(name)} {saved['config'][name]}, not "
                 f"{now[name]}: keep the settings, or start a new run with another --out"
             )
     if saved["sigmas"] != sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule).tolist():
-        raise UserError(f"{checkpoint} was made with other noise levels than this version computes")
+        raise UserError(f"{record.parent} was made with other noise levels than are computed now")
 
 
 class Run:
@@ -292,6 +300,8 @@ class Run:
         cfg = self.cfg
         if self.iteration == 0 and cfg.eval_every:
             self.evaluate()
+        elif self.iteration and self.rank == 0:
+            print(f"continues after iteration {self.iteration} of {cfg.iterations}")
         bar = tqdm(total=cfg.iterations, initial=self.iteration, disable=self.rank > 0, unit="it")
         while self.iteration < cfg.iterations:
             with self.clock("iteration"):
@@ -465,6 +475,10 @@ class Run:
         dist.barrier()
         if self.rank == 0:
             (self.out / "checkpoints").mkdir(exist_ok=True)
+            for partial in (self.out / "checkpoints").glob(
+                ".partial_*"
+            ):  # of a run that was killed
+                shutil.rmtree(partial)
             ids = self.reward.model_ids | self.eval_reward.model_ids
             about = {
                 "algorithm": self.algorithm,
@@ -505,9 +519,6 @@ class Run:
         complete."""
         folder = self.out / "checkpoints" / f"step_{self.iteration:06d}"
         partial = folder.with_name(f".partial_{folder.name}")
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier()
         dcp.save(self._state(), checkpoint_id=partial)
         if self.rank == 0:
             about = json.loads((self.out / "config.json").read_text())
@@ -592,9 +603,13 @@ def launch(train: Callable, cfg: RunOptions) -> None:
             UserError(f"{error.filename or 'system'}: {error.strerror or error}"),
             dist.is_initialized(),
         )
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        fail(UserError(f"a checkpoint cannot be written or read: {first}"), alone=True)
     except UserError as error:
         fail(error, alone=dist.is_initialized())
     except KeyboardInterrupt:
+        print("interrupted: --resume auto continues from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
