@@ -38,20 +38,14 @@ class Config(RunOptions):
     shift: float = 3.0  # a, shift of the noise levels towards noise (released code)
     guidance: float = 3.5  # FLUX's embedded guidance scale (paper)
     group_size: int = 12  # G, directions from one state (paper)
-    trained_steps: int = (
-        0  # |M|: steps 0 … |M| − 1 get noise and are trained (0: T/2, released code)
-    )
-    steps: tuple[int, ...] = ()  # M as a list of step indices i, instead of --trained-steps
+    trained_steps: int = 0  # |M|: steps 0 … |M| − 1 get noise, are trained (0: T/2, released code)
+    steps: tuple[int, ...] = ()  # M as a list of steps i; wins over --trained-steps
     granularities: tuple[int, ...] = (1, 2, 3)  # Λ (paper); 1 alone is G²RPO without MGAI
-    count_from: str = (
-        "image"  # image | noise: from where the levels of λ are counted (paper | code)
-    )
+    count_from: str = "image"  # image | noise: from where λ counts the levels (paper | code)
     eta: float = 0.7  # η, noise scale of the SDE (paper)
     clip_range: float = 1e-4  # ε_r, clip of the ratio (paper)
     adv_clip: float = 5.0  # clip of the advantage (released code)
-    update_per_step: bool = (
-        False  # an optimiser update after each k, without 1/|M| (released HPS script)
-    )
+    update_per_step: bool = False  # update after each k, without 1/|M| (released HPS script)
     lr: float = 2e-6  # of AdamW (paper)
     weight_decay: float = 1e-4  # of AdamW (paper)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper)
@@ -98,7 +92,7 @@ class Config(RunOptions):
 PRESETS = {
     "paper": {},
     "tiny": TINY | dict(
-        sampling_steps=8, group_size=8, steps=(0, 1, 2), granularities=(1, 2), clip_range=1e-3,
+        sampling_steps=8, group_size=8, trained_steps=3, granularities=(1, 2), clip_range=1e-3,
         lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
     ),
     "toy": TOY | dict(

@@ -9,7 +9,9 @@ import difflib
 import inspect
 import os
 import pathlib
+import re
 import sys
+import time
 import tokenize
 import typing
 from dataclasses import dataclass, fields
@@ -30,22 +32,35 @@ class GenEvalOptions:
 
 @dataclass
 class RewardOptions(GenEvalOptions):
-    rewards: tuple[str, ...] = (
-        "hps",
-        "clip",
-    )  # what is trained on: hps clip shapes …, or your own module:function
+    rewards: tuple[str, ...] = ("hps", "clip")  # what is trained on, or your own module:function
     reward_weights: tuple[float, ...] = ()  # weight of each reward's advantage (none: 1 each)
     reward_dtype: str = "auto"  # fp32 | bf16 | auto (bf16 on a GPU, fp32 on CPU)
     reward_failure: str = "stop"  # a judge or your own function fails: stop, or mask the sample
-    hps_model: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"  # open_clip folder, weights file, or REPO/FILE on the hub
+    hps_model: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"  # open_clip folder, weights file, hub id
     hps_arch: str = "ViT-H-14"  # open_clip architecture of a bare weights file
-    hps_resize: str = "longest"  # longest (HPSv2's own: fit, black borders) | shortest (open_clip's: crop) | squash
+    hps_resize: str = "longest"  # longest (HPSv2's: fit, black borders) | shortest (crop) | squash
     clip_model: str = "apple/DFN5B-CLIP-ViT-H-14"  # open_clip folder or hub id
+    pickscore_model: str = "yuvalkirstain/PickScore_v1"  # transformers CLIPModel: folder or hub id
+    pickscore_tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # folder or hub id
+    imagereward_model: str = "THUDM/ImageReward"  # ImageReward.pt, its folder or hub id
+    imagereward_tokenizer: str = "google-bert/bert-base-uncased"  # folder or hub id
+    judge_servers: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)  # unifiedreward's, in turns
+    judge_model: str = "CodeGoat24/UnifiedReward-7b"  # the judge's name on its servers
+    judge_template: str = ""  # text file, {prompt} in it is the caption (empty: judge.py's)
+    judge_field: str = "Final Score:"  # what precedes the judge's score (empty: nothing)
+    judge_scale: tuple[float, ...] = (1.0, 5.0)  # lowest and highest valid score
+    judge_tokens: int = 1024  # longest answer of the judge
+    judge_timeout: float = 60.0  # seconds for a whole answer of the judge
+    judge_retries: int = 4  # after a time-out, 408, 429, 5xx or a lost connection
+    judge_parallel: int = 16  # requests of one process at the same time
     shapes_model: str = "toy/tiny-checker"  # the checker of the embedded world of shapes
 
     KNOWN_REWARDS: typing.ClassVar[tuple[str, ...]] = (
         "hps",
         "clip",
+        "pickscore",
+        "imagereward",
+        "unifiedreward",
         "shapes",
         "shapes_strict",
         "mode",
@@ -57,6 +72,13 @@ class RewardOptions(GenEvalOptions):
         choices(self, "reward_dtype", ("auto", "fp32", "bf16"))
         choices(self, "reward_failure", ("stop", "mask"))
         choices(self, "hps_resize", ("longest", "shortest", "squash"))
+        at_least(self, 1, "judge_tokens", "judge_parallel")
+        at_least(self, 0, "judge_retries")
+        at_least(self, 0.001, "judge_timeout")
+        if not self.judge_servers or not all(re.match("https?://.", s) for s in self.judge_servers):
+            raise UserError("--judge-servers: give addresses such as http://127.0.0.1:8000/v1")
+        if len(self.judge_scale) != 2 or not self.judge_scale[0] < self.judge_scale[1]:
+            raise UserError("--judge-scale: must be two numbers, the lowest score and the highest")
         for name in (*self.rewards, *getattr(self, "eval_rewards", ())):
             if name not in self.KNOWN_REWARDS and ":" not in name:
                 known = ", ".join(self.KNOWN_REWARDS)
@@ -70,9 +92,7 @@ class RewardOptions(GenEvalOptions):
 @dataclass
 class RunOptions(RewardOptions):
     preset: str = "paper"  # the paper's full-scale run, or a laptop's: tiny, toy
-    model: str = (
-        "black-forest-labs/FLUX.1-dev"  # diffusers pipeline folder or hub id, or "toy" (2-D flow)
-    )
+    model: str = "black-forest-labs/FLUX.1-dev"  # pipeline folder, hub id, or "toy" (2-D flow)
     prompts: str = "hf://datasets/ymhao/HPDv2/train.json"  # .txt .jsonl .json, or hf://datasets/…
     eval_prompts: str = "hf://datasets/ymhao/HPDv2/test.json"  # held-out prompts, never trained on
     height: int = 720  # image height, pixels
@@ -83,11 +103,9 @@ class RunOptions(RewardOptions):
     schedule: str = "shifted"  # noise levels: shifted once, or diffusers (twice, as it samples SD3)
     lora_rank: int = 0  # r of LoRA adapters on the attention projections (0: train all weights)
     lora_alpha: float = 64.0  # α of the adapters, which are scaled by α/r
-    ema_decay: float = 0.0  # average the trained weights, to evaluate and export them (0: no average)
+    ema_decay: float = 0.0  # average the weights, to evaluate and export them (0: no average)
     ema_every: int = 1  # optimiser updates between two steps of that average
-    prompts_per_step: int = (
-        16  # prompts of one iteration over all processes (paper: one a GPU on 16)
-    )
+    prompts_per_step: int = 16  # of one iteration, over all processes (paper: one a GPU on 16)
     iterations: int = 300  # rollouts (paper)
     seed: int = 0  # of prompts, noise and evaluation alike
     rollout_batch: int = 12  # samples in one network call of the rollout
@@ -96,15 +114,10 @@ class RunOptions(RewardOptions):
     dtype: str = "auto"  # compute of the network: fp32 | bf16 | auto (bf16 on a GPU, fp32 on CPU)
     device: str = "auto"  # cuda | cpu | auto
     activation_checkpointing: bool = True  # recompute activations in the backward pass
-    eval_every: int = (
-        50  # iterations between evaluations (also before the first and after the last; 0: never)
-    )
+    eval_every: int = 50  # iterations between evaluations (the first before training; 0: never)
     eval_steps: int = 50  # ODE steps of an evaluation
     eval_count: int = 0  # how many of the held-out prompts are evaluated (0: all)
-    eval_rewards: tuple[str, ...] = (
-        "hps",
-        "clip",
-    )  # scores of an evaluation; name one that is not trained on
+    eval_rewards: tuple[str, ...] = ("hps", "clip")  # of evaluations; name one not trained on
     picture_count: int = 16  # images in the picture grid of an evaluation
     out: str = ""  # folder of the run (empty: runs/ALGORITHM-PRESET)
     resume: str = ""  # auto: the newest checkpoint in --out, or none; or the path of a checkpoint
@@ -115,6 +128,7 @@ class RunOptions(RewardOptions):
 
     def validate(self) -> None:
         """Refuse what cannot work, before anything is loaded."""
+        super().validate()
         at_least(
             self, 1, "height", "width", "max_sequence_length", "prompts_per_step", "iterations"
         )
@@ -186,6 +200,7 @@ TINY = dict(
     max_sequence_length=16,
     hps_model=str(ROOT / "toy/tiny-hps"),
     clip_model=str(ROOT / "toy/tiny-clip"),
+    shapes_model=str(ROOT / "toy/tiny-checker"),
     eval_rewards=("shapes", "shapes_strict", "hps", "clip"),
     activation_checkpointing=False,
     rollout_batch=96,
@@ -268,14 +283,15 @@ def parse(cls, presets: dict, argv=None):
 
 def fail(error: UserError, alone: bool = False) -> typing.NoReturn:
     """End the process with one line and exit status 2. `alone`: other processes may not see this
-    error, so that each speaks for itself; else the first of each machine speaks for all."""
+    error, so that each speaks for itself; else the first of each machine speaks for all, and the
+    others give the launcher time to end them: who ended first would silence it."""
     rank = os.environ.get("RANK", "0")
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
-        where = f" (process {rank})" if rank != "0" else ""
-        text = " ".join(str(error).split())
-        print(
-            f"{pathlib.Path(sys.argv[0]).name}{where}: error: {text}", file=sys.stderr, flush=True
-        )
+    if not alone and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(20)
+    where = f" (process {rank})" if rank != "0" else ""
+    text = f"{pathlib.Path(sys.argv[0]).name}{where}: error: {' '.join(str(error).split())}"
+    print(text, file=sys.stderr, flush=True)
     if alone and "RANK" in os.environ:
+        sys.stdout.flush()
         os._exit(2)  # no clean-up that could wait for the others: the launcher ends them
     raise SystemExit(2)

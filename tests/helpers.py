@@ -208,3 +208,11 @@ def metrics_of(out) -> list[dict]:
 def without_seconds(rows: list[dict]) -> list[dict]:
     """Metrics without what differs from run to run."""
     return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
+
+
+# The algorithm files, in the order of the README.
+ALGORITHMS = [
+    name
+    for name in ("g2rpo", "stepwise_flow_grpo", "dance_grpo", "mix_grpo", "flow_grpo")
+    if (ROOT / f"{name}.py").exists()
+]

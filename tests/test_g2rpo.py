@@ -367,8 +367,8 @@ def test_micro_batches_give_the_same_gradient():
     for train_batch in (2, 3, 5, 8, 100):  # leftovers count like the others
         other = small(train_batch=train_batch)
         assert relative(gradient_of(other, roll, policy), reference) < 1e-12
-        again = rollout(policy, PointReward(), prompts, small(train_batch=train_batch,
-                        rollout_batch=train_batch, decode_batch=train_batch), noise_of())  # fmt: skip
+        sizes = dict.fromkeys(("train_batch", "rollout_batch", "decode_batch"), train_batch)
+        again = rollout(policy, PointReward(), prompts, small(**sizes), noise_of())
         assert relative(gradient_of(other, again, policy), reference) < 1e-5  # rewards are fp32
 
 
