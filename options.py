@@ -168,6 +168,43 @@ class RunOptions(RewardOptions):
         }
 
 
+@dataclass
+class SD3Options(RunOptions):
+    """What the papers that train Stable Diffusion 3.5 have in common at full scale: the model, its
+    data, LoRA with an average of its weights, and the reference policy of the KL term."""
+
+    model: str = "stabilityai/stable-diffusion-3.5-medium"  # pipeline folder, hub id, or "toy"
+    prompts: str = "dataset/pickscore/train.txt"  # Pick-a-Pic's, as github.com/yifan123/flow_grpo
+    eval_prompts: str = "dataset/pickscore/test.txt"  # has them; .txt .jsonl .json, hf://datasets/…
+    rewards: tuple[str, ...] = ("pickscore",)  # what is trained on, or your own module:function
+    eval_rewards: tuple[str, ...] = ("pickscore", "hps", "clip")  # scores of an evaluation
+    height: int = 512  # image height, pixels (paper)
+    width: int = 512  # image width, pixels (paper)
+    max_sequence_length: int = 128  # text tokens for T5 (released code)
+    lora_rank: int = 32  # r of LoRA adapters on the attention projections (paper; 0: all weights)
+    lora_alpha: float = 64.0  # α of the adapters, which are scaled by α/r (paper)
+    ema_decay: float = 0.9  # average of the trained weights that is evaluated, exported (0: none)
+    ema_every: int = 8  # optimiser updates between two steps of that average (released code)
+    beta: float = 0.01  # β of the KL term (paper: 0.01 for PickScore, 0.04 for GenEval and text)
+    kl_denominator: str = "variance"  # variance (exact) | g2 (released code: without step length)
+    reference: str = "adapter"  # the KL's other policy: adapter (LoRA off) | copy (frozen weights)
+    iterations: int = 1000  # rollouts (not published: the released runs are ended by hand)
+    eval_steps: int = 40  # ODE steps of an evaluation (paper)
+    rollout_batch: int = 24  # samples in one network call of the rollout
+    train_batch: int = 12  # samples in one forward/backward
+
+    def validate(self) -> None:
+        super().validate()
+        choices(self, "kl_denominator", ("variance", "g2"))
+        choices(self, "reference", ("adapter", "copy"))
+        at_least(self, 0, "beta")
+        if self.beta and self.reference == "adapter" and not self.lora_rank:
+            raise UserError(
+                f"--beta {self.beta} needs a reference policy, and without LoRA there is no adapter "
+                "to switch off: pass --reference copy, --lora-rank, or --beta 0"
+            )
+
+
 def choices(cfg, name: str, allowed: tuple) -> None:
     """Refuse a value of option `name` outside `allowed`."""
     value = getattr(cfg, name)
@@ -206,6 +243,13 @@ TINY = dict(
     rollout_batch=96,
     train_batch=64,
     decode_batch=128,
+)
+TINY_SD3 = TINY | dict(
+    model=str(ROOT / "toy/tiny-sd3"),
+    max_sequence_length=1,
+    rewards=("hps", "clip"),
+    lora_rank=0,
+    ema_decay=0.0,
 )
 TOY = dict(
     model="toy",
