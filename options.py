@@ -200,7 +200,7 @@ class SD3Options(RunOptions):
         at_least(self, 0, "beta")
         if self.beta and self.reference == "adapter" and not self.lora_rank:
             raise UserError(
-                f"--beta {self.beta} needs a reference policy, and without LoRA there is no adapter "
+                f"--beta {self.beta} needs a reference policy; without LoRA there is no adapter "
                 "to switch off: pass --reference copy, --lora-rank, or --beta 0"
             )
 
