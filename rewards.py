@@ -7,6 +7,9 @@
 |-----------------|------------------------------------------------|------------------------------|
 | hps             | human preference, cosine, about 0.2 to 0.4     | HPS-v2.1, open_clip ViT-H-14 |
 | clip            | agreement with the prompt, cosine              | DFN5B, open_clip ViT-H-14    |
+| pickscore       | human preference, cosine, about 0.2            | PickScore_v1, CLIPModel      |
+| imagereward     | human preference, standardised, about -2 to 2  | ImageReward, BLIP            |
+| unifiedreward   | a judge's mark, 1 to 5                         | judge.py, behind a server    |
 | shapes          | graded check of the world of shapes, 0 to 1    | toy/shapes.py                |
 | shapes_strict   | the same check, 0 or 1                         | toy/shapes.py                |
 | mode            | closeness of a 2-D point to the named mode     | toy/flow2d.py                |
@@ -15,29 +18,31 @@
 
 Every reward scores pair i from pair i alone. Pictures are rounded to 8 bits first, so that a score
 is that of the picture as it would be saved (the released codes score PIL pictures, some read back
-from disk). They stay tensors on their device; that resize differs from PIL's, which rounds
-between its two passes, by two levels at most. Your own function, the checker of shapes and the 2-D
-points get the floats as they are.
+from disk). They stay tensors on their device, resized to within one 8-bit level of PIL's result.
+Your own function, the checker of shapes and the 2-D points get the floats as they are.
 
 Weights come from a local path, from the hub's local cache, or from the hub, in this order.
 """
 
 import functools
-import hashlib
 import importlib
+import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 
-from options import RewardOptions, UserError, flag
+import judge
+from options import RewardOptions, UserError
+from weights import locate, model_id, short, version
 
 
 class RewardError(UserError):
@@ -49,7 +54,7 @@ class Rewards:
 
     names, weights [R] and model_ids (name -> model and version) tell what is scored; calls
     (pictures scored) and seconds what it cost; truncated (name -> number of distinct prompts cut
-    at the encoder's limit) what was not read.
+    at the encoder's limit) what was not read, failed (name -> masked scores) what is missing.
     """
 
     def __init__(self, scorers: dict[str, Callable], weights: Sequence[float] = (),
@@ -60,7 +65,7 @@ class Rewards:
         self.model_ids = {name: scorer.model_id for name, scorer in scorers.items()}
         self.calls, self.seconds = 0, 0.0
         self._seen: dict[str, set[str]] = {name: set() for name in scorers}
-        self.truncated = dict.fromkeys(scorers, 0)
+        self.truncated, self.failed = dict.fromkeys(scorers, 0), dict.fromkeys(scorers, 0)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Raw scores, float32 on the CPU, [R, n].
@@ -92,10 +97,10 @@ class Rewards:
             with torch.inference_mode():
                 score = torch.as_tensor(scorer(images, prompts), dtype=torch.float32).cpu()
         except Exception as error:
-            if not can_fail:
+            if not can_fail or isinstance(error, UserError):
                 raise
             if not mask:
-                raise RewardError(f"reward {name} failed: {_short(error)}") from error
+                raise RewardError(f"reward {name} failed: {short(error)}") from error
             score = torch.full((len(prompts),), torch.nan)
         if score.shape != (len(prompts),):
             raise RewardError(f"reward {name} returned the shape {tuple(score.shape)}, "
@@ -103,6 +108,7 @@ class Rewards:
         bad = ~torch.isfinite(score)
         if can_fail and mask:
             bad = torch.isinf(score)
+            self.failed[name] += int(score.isnan().sum())
         if bad.any():
             i = int(bad.int().argmax())
             raise RewardError(f"reward {name} is {score[i]:g} for prompt {prompts[i]!r}")
@@ -130,152 +136,70 @@ def missing_rewards(names: Sequence[str], cfg: RewardOptions) -> list[str]:
     missing = []
     for name in names:
         try:
-            _check(name, cfg)
+            _locate(name, cfg)
         except UserError as error:
             if str(error) not in missing:  # shapes and shapes_strict lack the same file
                 missing.append(str(error))
     return missing
 
 
-def _check(name: str, cfg: RewardOptions) -> None:
-    if name == "hps":
-        locate(cfg, "hps_model", OPEN_CLIP_FILES, bare_file=True)
-    elif name == "clip":
-        locate(cfg, "clip_model", OPEN_CLIP_FILES)
-    elif name in ("shapes", "shapes_strict"):
-        locate(cfg, "shapes_model", SHAPES_FILES, hub=False)
+OPEN_CLIP_FILES = (("open_clip_config.json",), ("open_clip_model.safetensors",
+                   "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin"))
+# name -> (option, the files of its folder or repository, may it be a file instead?); see `locate`
+NEEDS = {
+    "hps": (("hps_model", OPEN_CLIP_FILES, True),),
+    "clip": (("clip_model", OPEN_CLIP_FILES, False),),
+    "pickscore": (
+        ("pickscore_model", (("config.json",), ("model.safetensors", "pytorch_model.bin")), False),
+        ("pickscore_tokenizer", (("tokenizer.json", "vocab.json"), ("merges.txt", ""),
+                                 ("tokenizer_config.json", "")), False),
+    ),
+    "imagereward": (
+        ("imagereward_model", (("ImageReward.pt",),), True),
+        ("imagereward_tokenizer", (("tokenizer.json", "vocab.txt"),
+                                   ("tokenizer_config.json", "")), False),
+    ),
+    "shapes": (("shapes_model", (("config.json",), ("model.safetensors",)), False),),
+}
+NEEDS["shapes_strict"] = NEEDS["shapes"]
+
+
+def _locate(name: str, cfg: RewardOptions) -> list[list[Path]]:
+    """The files of a reward's models, and a check of all else that it needs."""
+    if name == "unifiedreward":
+        judge.check_servers(cfg)
     elif ":" in name:
         OwnReward(name)
-    elif name not in ("mode", "geneval"):
-        raise _unknown(name)
+    elif name not in cfg.KNOWN_REWARDS:
+        known = ", ".join(cfg.KNOWN_REWARDS)
+        raise UserError(f"unknown reward {name}: must be one of {known}, or your own "
+                        "module:function")
+    return [locate(cfg, *need) for need in NEEDS.get(name, ())]
 
 
 def _build(name: str, cfg: RewardOptions, device: torch.device) -> Callable:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(cfg.reward_dtype)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    files = _locate(name, cfg)
     if name == "hps":
-        files = locate(cfg, "hps_model", OPEN_CLIP_FILES, bare_file=True)
-        return ClipReward(files, cfg.hps_arch, cfg.hps_resize, dtype, device)
+        return ClipReward(*files, cfg.hps_arch, cfg.hps_resize, dtype, device)
     if name == "clip":
-        return ClipReward(locate(cfg, "clip_model", OPEN_CLIP_FILES), "", "", dtype, device)
+        return ClipReward(*files, "", "", dtype, device)
+    if name == "pickscore":
+        return PickScore(*files, dtype, device)
+    if name == "imagereward":
+        return ImageReward(*files, dtype, device)
+    if name == "unifiedreward":
+        return judge.Judge(cfg)
     if name in ("shapes", "shapes_strict"):
-        folder = locate(cfg, "shapes_model", SHAPES_FILES, hub=False)[0].parent
-        return ShapesReward(folder, name == "shapes_strict", device)
+        return ShapesReward(*files, name == "shapes_strict", device)
     if name == "mode":
         from toy.flow2d import ModeReward
         return ModeReward()
     if name == "geneval":
         from geneval import GenEvalReward
         return GenEvalReward(cfg, device)
-    if ":" in name:
-        return OwnReward(name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> UserError:
-    known = ", ".join(RewardOptions.KNOWN_REWARDS)
-    return UserError(f"unknown reward {name}: must be one of {known}, or your own module:function")
-
-
-# What a folder or hub repository must hold: for each file its names, the first found is used;
-# "" at the end: it may be absent.
-OPEN_CLIP_FILES = (
-    ("open_clip_config.json",),
-    ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors",
-     "open_clip_pytorch_model.bin"),
-)
-SHAPES_FILES = (("config.json",), ("model.safetensors",))
-
-
-def locate(cfg, option: str, files: Sequence[tuple[str, ...]], bare_file: bool = False,
-           hub: bool = True) -> list[Path]:
-    """Local paths of a model's files: those of a folder or hub repository (`files`), or, if
-    `bare_file`, the one file that the option names. Downloads what is not in the cache; raises
-    UserError, one line that says how to get it."""
-    source = getattr(cfg, option)
-    path, parts = Path(source).expanduser(), source.split("/")
-    if path.is_file() and bare_file:
-        return [path]
-    if path.is_dir():
-        found = [[path / name for name in names if name and (path / name).is_file()]
-                 for names in files]
-        for names, paths in zip(files, found, strict=True):
-            if not paths and names[-1]:
-                raise UserError(f"{flag(option)} {source}: the folder lacks {' or '.join(names)}")
-        return [paths[0] for paths in found if paths]
-    if not hub or path.exists() or "" in parts[:2] or parts[0][0] in ".~" or len(parts) < 2 or (
-            len(parts) > 2 and not bare_file):
-        wanted = "a file or folder" if bare_file else "a folder"
-        hint = ", or OWNER/NAME of a model on the hub" if hub else ""
-        raise UserError(f"{flag(option)} {source}: does not exist; give {wanted}{hint}")
-    repo = "/".join(parts[:2])
-    if len(parts) > 2:
-        files = (("/".join(parts[2:]),),)
-    command = f"hf download {repo} " + " ".join(names[0] for names in files if names[-1])
-    try:
-        found = [_from_hub(repo, names) for names in files]
-    except UserError as error:
-        raise UserError(f"{flag(option)} {source}: {error}; get it with `{command}`, or give a "
-                        "local path") from error
-    return [path for path in found if path]
-
-
-_unreachable = False  # set by the first failed connection: each takes the hub's client 24 seconds
-
-
-def _from_hub(repo: str, names: tuple[str, ...]) -> Path | None:
-    """The first of a repository's files `names` that is in the cache, else can be downloaded."""
-    global _unreachable
-    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
-
-    wanted = [name for name in names if name]
-    for name in wanted:
-        if isinstance(cached := try_to_load_from_cache(repo, name), str):
-            return Path(cached)
-    reason = f"the repository has no {' or '.join(wanted)}"
-    for name in wanted:
-        try:
-            return Path(hf_hub_download(repo, name, local_files_only=_unreachable))
-        except errors.GatedRepoError:
-            reason = f"accept its licence at https://huggingface.co/{repo} and `hf auth login`"
-        except errors.RepositoryNotFoundError:
-            reason = "neither here nor on the hub, or private: `hf auth login`"
-        except errors.LocalEntryNotFoundError:
-            _unreachable = not constants.HF_HUB_OFFLINE
-            offline = "the hub cannot be reached" if _unreachable else "HF_HUB_OFFLINE is set"
-            reason = f"{name} is not in the hub's local cache and {offline}"
-        except errors.EntryNotFoundError:
-            continue  # the next name
-        except Exception as error:  # full disk, proxy, damaged cache
-            reason = f"the download failed ({_short(error)})"
-        break
-    if names[-1]:
-        raise UserError(reason)
-    return None
-
-
-def version(path: Path) -> str:
-    """The commit of a file in the hub's cache, else the beginning of the file's SHA-256."""
-    if "snapshots" in path.parts:
-        return path.parts[path.parts.index("snapshots") + 1][:12]
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return "sha256:" + digest.hexdigest()[:12]
-
-
-def model_id(path: Path) -> str:
-    """A model in the metrics: `OWNER/NAME@commit` of a file in the hub's cache, or `path@hash`."""
-    for part in path.parts:
-        if part.startswith("models--"):
-            return f"{part[8:].replace('--', '/')}@{version(path)}"
-    return f"{path}@{version(path)}"
-
-
-def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {text[:200]}"
+    return OwnReward(name)
 
 
 def eight_bit(images: Tensor) -> Tensor:
@@ -286,23 +210,32 @@ def eight_bit(images: Tensor) -> Tensor:
 def fit(images: Tensor, size: tuple[int, int], mode: str, bicubic: bool = True) -> Tensor:
     """8-bit pictures [n, 3, H, W] -> floats [n, 3, *size] in about [0, 1].
 
-    mode: "shortest" (8-bit resize so that the picture covers `size`, centre crop: CLIP), "squash"
-    (8-bit resize to `size`), "longest" (HPSv2's own: resized as floats until the longest side
-    fits, unclamped, black borders).
+    mode: "shortest" (so that the picture covers `size`, centre crop: CLIP), "squash" (to `size`),
+    both resized as PIL does it, along one axis after the other with 8 bits in between; or
+    "longest" (HPSv2's own: resized as floats until the longest side fits, black borders).
     """
     how = InterpolationMode.BICUBIC if bicubic else InterpolationMode.BILINEAR
     height, width = images.shape[-2:]
     scales = (size[0] / height, size[1] / width)
-    if mode == "squash":
-        return TF.resize(images, list(size), how, antialias=True) / 255
     if mode == "longest":
         inner = [round(side * min(scales)) for side in (height, width)]
         images = TF.resize(images / 255, inner, how, antialias=True)
         rows, columns = size[0] - inner[0], size[1] - inner[1]
         return F.pad(images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    # torchvision's rule for the longer side: rounded down
-    inner = [max(s, int(side * max(scales))) for side, s in zip((height, width), size, strict=True)]
-    return TF.center_crop(TF.resize(images, inner, how, antialias=True), list(size)) / 255
+    inner = size
+    if mode == "shortest":  # the longer side is rounded down, as by torchvision's Resize
+        inner = [max(int(side * max(scales) + 1e-6), to)
+                 for side, to in zip((height, width), size, strict=True)]
+    images = images.float()
+    for shape in ([height, inner[1]], list(inner)):  # PIL rounds .5 up
+        images = (TF.resize(images, shape, how, antialias=True) + 0.5).floor().clamp(0, 255)
+    return TF.center_crop(images, list(size)) / 255
+
+
+def clip_pixels(images: Tensor, size: int) -> Tensor:
+    """Pictures in [0, 1] -> normalised pixels [n, 3, size, size], by CLIP's own preprocessing."""
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    return TF.normalize(fit(eight_bit(images), (size, size), "shortest"), mean, std)
 
 
 class CosineReward:
@@ -335,7 +268,7 @@ def _open_clip(folder: Path, weights: Path, arch: str, dtype: torch.dtype, devic
         tokenizer = open_clip.get_tokenizer(name)
     except (Exception, SystemExit) as error:
         what = f"as open_clip's {arch}" if arch else "by open_clip"
-        raise UserError(f"{weights}: cannot be loaded {what} ({_short(error)})") from error
+        raise UserError(f"{weights}: cannot be loaded {what} ({short(error)})") from error
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -373,6 +306,143 @@ class ClipReward(CosineReward):
 
 
 @functools.cache
+def _pickscore(folder: Path, tokenizer: Path, dtype: torch.dtype, device: torch.device):
+    """(CLIPModel, its tokenizer) from transformers folders."""
+    from transformers import CLIPModel, CLIPTokenizer
+
+    try:
+        model, info = CLIPModel.from_pretrained(folder, output_loading_info=True)
+        tokenizer = CLIPTokenizer.from_pretrained(tokenizer)
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be loaded as a CLIPModel ({short(error)})") from error
+    if info["missing_keys"]:
+        raise UserError(f"{folder}: the weights lack {min(info['missing_keys'])}")
+    return model.to(device, dtype).eval().requires_grad_(False), tokenizer
+
+
+class PickScore(CosineReward):
+    """`pickscore` (Kirstain et al., arXiv 2305.01569): the cosine itself. Other codes show it times
+    100, or logit / 26."""
+
+    def __init__(self, files: list[Path], tokenizer: list[Path], dtype, device):
+        self.model, self.tokenizer = _pickscore(files[0].parent, tokenizer[0].parent, dtype, device)
+        self.model_id, self.dtype, self.device = model_id(files[1]), dtype, device
+        self.limit = self.model.config.text_config.max_position_embeddings
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        x = clip_pixels(images.to(self.device), self.model.config.vision_config.image_size)
+        return self._features(self.model.get_image_features(pixel_values=x.to(self.dtype)))
+
+    def encode_texts(self, prompts: list[str]) -> Tensor:
+        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=self.limit,
+                                return_tensors="pt").to(self.device)
+        return self._features(self.model.get_text_features(**tokens))
+
+    @staticmethod
+    def _features(output) -> Tensor:  # transformers < 5 returns the tensor itself
+        return output if isinstance(output, Tensor) else output.pooler_output
+
+    def too_long(self, prompt: str) -> bool:
+        return len(self.tokenizer(prompt, verbose=False).input_ids) > self.limit
+
+
+# ImageReward's names of BLIP's vision tower (timm's) -> transformers' names
+BLIP_NAMES = (
+    (r"^cls_token", "embeddings.class_embedding"),
+    (r"^pos_embed", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj", "embeddings.patch_embedding"),
+    (r"^norm\.", "post_layernorm."),
+    (r"^blocks\.", "encoder.layers."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.qkv\.", ".self_attn.qkv."),
+    (r"\.attn\.proj\.", ".self_attn.projection."),
+)
+
+
+def blip_modules(state: dict[str, Tensor]) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """ImageReward's checkpoint -> (vision tower, text tower with cross-attention, score head).
+
+    Widths and depths are read off the weights; both towers have heads of 64."""
+    from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k[len(prefix):]: v for k, v in state.items() if k.startswith(prefix)}
+
+    def depth(names: Iterable[str], pattern: str) -> int:
+        return 1 + max(int(m[1]) for name in names if (m := re.match(pattern, name)))
+
+    vision, text = part("blip.visual_encoder."), part("blip.text_encoder.")
+    head = part("mlp.layers.")
+    text.pop("embeddings.position_ids", None)  # a constant, not stored by transformers
+    width, _, _, patch = vision["patch_embed.proj.weight"].shape
+    vision_config = BlipVisionConfig(
+        hidden_size=width, num_attention_heads=width // 64, layer_norm_eps=1e-6, patch_size=patch,
+        intermediate_size=len(vision["blocks.0.mlp.fc1.bias"]),
+        num_hidden_layers=depth(vision, r"blocks\.(\d+)"),
+        image_size=patch * math.isqrt(vision["pos_embed"].shape[1] - 1))
+    vocabulary, width = text["embeddings.word_embeddings.weight"].shape
+    layer = "encoder.layer.0."
+    text_config = BlipTextConfig(
+        vocab_size=vocabulary, hidden_size=width, num_attention_heads=width // 64,
+        intermediate_size=len(text[layer + "intermediate.dense.bias"]),
+        num_hidden_layers=depth(text, r"encoder\.layer\.(\d+)"),
+        encoder_hidden_size=text[layer + "crossattention.self.key.weight"].shape[1],
+        max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
+        is_decoder=True)  # builds the cross-attention; `forward` says that nothing is causal
+    for old, new in BLIP_NAMES:
+        vision = {re.sub(old, new, name): value for name, value in vision.items()}
+    rows = sorted({int(name.split(".")[0]) for name in head})  # dropout between: 0, 2, 4, 6, 7
+    head = {f"{rows.index(int(i))}.{kind}": v for (i, kind), v in
+            ((name.split("."), v) for name, v in head.items())}
+    linear = [nn.Linear(*head[f"{i}.weight"].T.shape) for i in range(len(rows))]
+    modules = (BlipVisionModel(vision_config), BlipTextModel(text_config, add_pooling_layer=False),
+               nn.Sequential(*linear))
+    for module, weights in zip(modules, (vision, text, head), strict=True):
+        module.load_state_dict(weights)
+    return modules
+
+
+@functools.cache
+def _image_reward(weights: Path, vocabulary: Path, dtype: torch.dtype, device: torch.device):
+    """(vision tower, text tower, score head in fp32, tokenizer) of ImageReward's checkpoint."""
+    from transformers import BertTokenizer
+
+    try:
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+        vision, text, head = (m.eval().requires_grad_(False) for m in blip_modules(state))
+        tokenizer = BertTokenizer.from_pretrained(vocabulary.parent)
+    except Exception as error:
+        raise UserError(f"{weights}: cannot be loaded as ImageReward ({short(error)})") from error
+    tokenizer.add_special_tokens({"bos_token": "[DEC]", "additional_special_tokens": ["[ENC]"]})
+    return vision.to(device, dtype), text.to(device, dtype), head.to(device), tokenizer
+
+
+class ImageReward:
+    """`imagereward` (Xu et al., arXiv 2304.05977): human preference, standardised: mean 0, std 1
+    over its training pictures. BLIP reads the prompt (35 tokens) with the picture beside it."""
+
+    LIMIT, MEAN, STD = 35, 0.16717363, 1.03333950
+
+    def __init__(self, files: list[Path], vocabulary: list[Path], dtype, device):
+        self.vision, self.text, self.head, self.tokenizer = _image_reward(
+            files[0], vocabulary[0], dtype, device)
+        self.model_id, self.dtype, self.device = model_id(files[0]), dtype, device
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+        x = clip_pixels(images.to(self.device), self.vision.config.image_size)
+        tokens = self.tokenizer(prompts, padding="max_length", truncation=True,
+                                max_length=self.LIMIT, return_tensors="pt").to(self.device)
+        seen = self.vision(x.to(self.dtype)).last_hidden_state
+        read = self.text(tokens.input_ids, attention_mask=tokens.attention_mask,
+                         encoder_hidden_states=seen, is_decoder=False).last_hidden_state
+        score = self.head(read[:, 0].float()).squeeze(-1)
+        return (score - self.MEAN) / self.STD
+
+    def too_long(self, prompt: str) -> bool:
+        return len(self.tokenizer(prompt, verbose=False).input_ids) > self.LIMIT
+
+
+@functools.cache
 def _checker(folder: Path, device: torch.device):
     from toy.shapes import Checker
 
@@ -384,9 +454,9 @@ def _checker(folder: Path, device: torch.device):
 class ShapesReward:
     """The checker of the world of shapes: graded in [0, 1], or strict 0 / 1."""
 
-    def __init__(self, folder: Path, strict: bool, device: torch.device):
-        self.checker, self.strict = _checker(folder, device), strict
-        self.model_id = model_id(folder / "model.safetensors")
+    def __init__(self, files: list[Path], strict: bool, device: torch.device):
+        self.checker, self.strict = _checker(files[0].parent, device), strict
+        self.model_id = model_id(files[1])
 
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         try:
@@ -410,7 +480,7 @@ class OwnReward:
             module = importlib.import_module(module_name)
             self.function = getattr(module, attribute)
         except Exception as error:
-            raise UserError(f"reward {name}: cannot be imported ({_short(error)}); it must be "
+            raise UserError(f"reward {name}: cannot be imported ({short(error)}); it must be "
                             "module:function, importable from here or PYTHONPATH") from error
         if not callable(self.function):
             raise UserError(f"reward {name}: is not a function of (images, prompts)")

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 import rewards
 from options import RewardOptions, UserError
@@ -103,13 +107,14 @@ def test_clip_is_open_clip_on_pil_pictures(tiny_clip, tmp_path, preprocess, size
         expected = [cosine(model.eval().encode_image(transform(to_pil(image))[None]),
                            model.encode_text(tokenizer([prompt])))
                     for image, prompt in zip(images, PROMPTS, strict=True)]
-    torch.testing.assert_close(scores, torch.tensor([expected]), atol=1e-3, rtol=0)
-    # the cause of the difference: PIL rounds between its two passes, a tensor's resize does not
+    torch.testing.assert_close(scores, torch.tensor([expected]), atol=4e-4, rtol=0)
+    # the cause of the difference: here and there a value at .5 is rounded the other way
     seen = rewards.fit(rewards.eight_bit(images), (32, 32), preprocess["resize_mode"],
                        preprocess["interpolation"] == "bicubic")
     std, mean = (torch.tensor(preprocess[key]).view(3, 1, 1) for key in ("std", "mean"))
     wanted = torch.stack([transform(to_pil(image)) for image in images]) * std + mean
-    assert (seen - wanted).abs().max() < 2.01 / 255 and (seen - wanted).abs().mean() < 0.3 / 255
+    levels = (seen - wanted).abs() * 255
+    assert levels.max() < 1.01 and (levels > 0.5).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("size", [(64, 64), (200, 300), (500, 64), (64, 40)])
@@ -232,6 +237,190 @@ def test_rounding_to_eight_bits(cfg):
     reward, images = load_rewards(["hps", "clip"], (), cfg, CPU), pictures(4)
     saved = torch.stack([torch.from_numpy(np.array(to_pil(x))).permute(2, 0, 1) for x in images])
     assert torch.equal(reward(images, PROMPTS), reward(saved / 255, PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def pick(tmp_path_factory) -> Path:
+    """A tiny random CLIPModel with its tokenizer, in one transformers folder."""
+    torch.manual_seed(2)
+    tokenizer, folder = tiny_models.clip_tokenizer(), tmp_path_factory.mktemp("pick")
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    model = CLIPModel(CLIPConfig(
+        projection_dim=24, vision_config=dict(tower, image_size=32, patch_size=8),
+        text_config=dict(tower, vocab_size=len(tokenizer), max_position_embeddings=12,
+                         eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+                         pad_token_id=tokenizer.pad_token_id)))
+    for parameter in model.parameters():  # the default initialisation makes all pictures alike
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pick_options(folder: Path) -> RewardOptions:
+    return RewardOptions(pickscore_model=str(folder), pickscore_tokenizer=str(folder))
+
+
+def pil_pixels(image: torch.Tensor, size: int) -> torch.Tensor:
+    """CLIP's preprocessing of a PIL picture, written out: [1, 3, size, size]."""
+    picture = to_pil(image)
+    scale = size / min(picture.size)
+    picture = picture.resize([int(side * scale + 1e-6) for side in picture.size], Image.BICUBIC)
+    left, top = (round((side - size) / 2) for side in picture.size)
+    picture = picture.crop((left, top, left + size, top + size))
+    mean, std = PREPROCESS[0]["mean"], PREPROCESS[0]["std"]
+    x = (np.array(picture) / 255 - mean) / std
+    return torch.from_numpy(x).float().permute(2, 0, 1)[None]
+
+
+@pytest.mark.parametrize("returns", ["output", "tensor"])
+def test_pickscore_is_the_cosine_of_projected_features(pick, monkeypatch, returns):
+    if returns == "tensor":  # what transformers 4 returns
+        for name in ("get_image_features", "get_text_features"):
+            method = getattr(CLIPModel, name)
+            monkeypatch.setattr(CLIPModel, name, lambda self, method=method, **inputs:
+                                method(self, **inputs).pooler_output)
+    images, prompts = pictures(5), [*PROMPTS, "red circle " * 30]
+    reward = load_rewards(["pickscore"], (), pick_options(pick), CPU)
+    scores = reward(images, prompts)
+
+    model, tokenizer = CLIPModel.from_pretrained(pick), CLIPTokenizer.from_pretrained(pick)
+    expected = []
+    for image, prompt in zip(images, prompts, strict=True):
+        tokens = tokenizer(prompt).input_ids
+        tokens = tokens[:11] + tokens[-1:] if len(tokens) > 12 else tokens
+        with torch.no_grad():
+            text = model.text_model(torch.tensor([tokens])).last_hidden_state[:, -1]
+            seen = model.vision_model(pil_pixels(image, 32)).last_hidden_state[:, 0]
+            seen = model.visual_projection(model.vision_model.post_layernorm(seen))
+            expected.append(cosine(seen, model.text_projection(text)))
+    assert np.ptp(expected) > 0.05
+    torch.testing.assert_close(scores, torch.tensor([expected]), atol=1e-4, rtol=0)
+    # the cat's name is spelt in bytes: beyond 12 tokens, as the repeated circles are
+    assert reward.truncated == {"pickscore": 2}
+
+
+def test_pickscore_refuses_weights_that_do_not_fit(pick, tmp_path):
+    shutil.copytree(pick, tmp_path / "pick")
+    state = load_file(pick / "model.safetensors")
+    del state["visual_projection.weight"]
+    save_file(state, tmp_path / "pick/model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="the weights lack visual_projection.weight"):
+        load_rewards(["pickscore"], (), pick_options(tmp_path / "pick"), CPU)
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "blue", "circle", "##s", "box"]
+
+
+def image_reward_state() -> tuple[dict, torch.nn.Module, torch.nn.Module]:
+    """A checkpoint with ImageReward's names, of small random networks; timm's vision tower and the
+    score head with its dropouts are returned beside it."""
+    torch.manual_seed(3)
+    vision = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=128, depth=3, num_heads=2, num_classes=0,
+        norm_layer=partial(torch.nn.LayerNorm, eps=1e-6)).eval()
+    for name, parameter in vision.named_parameters():
+        small = name.startswith(("patch_embed", "pos_embed", "cls_token"))  # so that eps matters
+        parameter.data += (0.003 if small else 0.1) * torch.randn_like(parameter)
+    layers, widths = [], (64, 48, 32, 16, 8, 1)
+    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+        layers += [torch.nn.Linear(a, b)] + ([torch.nn.Dropout(0.2)] if i < 3 else [])
+    head = torch.nn.Sequential(*layers).eval()
+    shapes_of = {"embeddings.word_embeddings.weight": (len(WORDS) + 2, 64),
+                 "embeddings.position_embeddings.weight": (40, 64)}
+    linear = {"attention.self.query": (64, 64), "attention.self.key": (64, 64),
+              "attention.self.value": (64, 64), "attention.output.dense": (64, 64),
+              "crossattention.self.query": (64, 64), "crossattention.self.key": (64, 128),
+              "crossattention.self.value": (64, 128), "crossattention.output.dense": (64, 64),
+              "intermediate.dense": (96, 64), "output.dense": (64, 96)}
+    norms = ["embeddings.LayerNorm"]
+    for i in range(2):
+        layer = f"encoder.layer.{i}."
+        for name, shape in linear.items():
+            shapes_of |= {f"{layer}{name}.weight": shape, f"{layer}{name}.bias": shape[:1]}
+        norms += [layer + f"{part}.LayerNorm" for part in
+                  ("attention.output", "crossattention.output", "output")]
+    shapes_of |= {f"{name}.{kind}": (64,) for name in norms for kind in ("weight", "bias")}
+    text = {name: 0.3 * torch.randn(shape) + ("LayerNorm.weight" in name)
+            for name, shape in shapes_of.items()}
+    text["embeddings.position_ids"] = torch.arange(40)[None]
+    state = {f"blip.visual_encoder.{k}": v for k, v in vision.state_dict().items()}
+    state |= {f"blip.text_encoder.{k}": v for k, v in text.items()}
+    state |= {f"mlp.layers.{k}": v for k, v in head.state_dict().items()}
+    return state, vision, head
+
+
+def bert_first_token(w: dict, tokens: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Bidirectional BERT with cross-attention to `seen`, one head of 64, unpadded tokens [L]."""
+    def linear(name, x):
+        return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+    def norm(name, x):
+        x = (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True, correction=0)
+        return x * w[name + ".LayerNorm.weight"] + w[name + ".LayerNorm.bias"]
+
+    def add(name, h, x):
+        return norm(name, linear(name + ".dense", h) + x)
+
+    def attend(name, x, y):
+        q, k, v = (linear(f"{name}.self.{part}", source)
+                   for part, source in (("query", x), ("key", y), ("value", y)))
+        return add(name + ".output", (q @ k.T / math.sqrt(64)).softmax(-1) @ v, x)
+
+    x = w["embeddings.word_embeddings.weight"][tokens]
+    x = norm("embeddings", x + w["embeddings.position_embeddings.weight"][:len(tokens)])
+    for i in range(2):
+        layer = f"encoder.layer.{i}"
+        x = attend(layer + ".attention", x, x)
+        x = attend(layer + ".crossattention", x, seen)
+        h = linear(layer + ".intermediate.dense", x)
+        x = add(layer + ".output", torch.nn.functional.gelu(h), x)
+    return x[0]
+
+
+@pytest.fixture
+def image_reward(tmp_path):
+    state, vision, head = image_reward_state()
+    torch.save(state, tmp_path / "ImageReward.pt")
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    options = RewardOptions(imagereward_model=str(tmp_path), imagereward_tokenizer=str(tmp_path))
+    return options, state, vision, head
+
+
+def test_imagereward_is_blip_with_a_linear_head(image_reward):
+    options, state, vision, head = image_reward
+    images = pictures(4)
+    prompts = ["a RED circles", "", "a blue box é", "red " * 50]
+    tokens = [[2, 5, 6, 8, 9, 3], [2, 3], [2, 5, 7, 10, 1, 3], [2] + [6] * 33 + [3]]
+    reward = load_rewards(["imagereward"], (), options, CPU)
+    scores = reward(images, prompts)
+    text = {k.removeprefix("blip.text_encoder."): v for k, v in state.items()}
+    expected = []
+    for image, row in zip(images, tokens, strict=True):
+        with torch.no_grad():
+            seen = vision.forward_features(pil_pixels(image, 32))[0]
+            value = head(bert_first_token(text, torch.tensor(row), seen)).item()
+        expected.append((value - 0.16717363) / 1.03333950)
+    assert np.ptp(expected) > 0.05
+    torch.testing.assert_close(scores, torch.tensor([expected]), atol=2e-4, rtol=0)
+    assert reward.truncated == {"imagereward": 1}
+    alone = torch.cat([reward(images[i:i + 1], prompts[i:i + 1]) for i in range(4)], 1)
+    torch.testing.assert_close(alone, scores, atol=1e-5, rtol=0)
+    options.reward_dtype = "bf16"
+    half = load_rewards(["imagereward"], (), options, CPU)(images, prompts)
+    torch.testing.assert_close(half, scores, atol=0.1, rtol=0)
+    assert not torch.equal(half, scores)
+
+
+def test_imagereward_refuses_weights_that_do_not_fit(image_reward, tmp_path):
+    options, state, *_ = image_reward
+    for name, content in (("bomb.pt", {"x": Bomb()}), ("empty.pt", {}), ("short.pt", {
+            k: v for k, v in state.items() if "layer.1.output.dense.bias" not in k})):
+        torch.save(content, tmp_path / name)
+        options.imagereward_model = str(tmp_path / name)
+        with pytest.raises(UserError, match=f"{name}: cannot be loaded as ImageReward") as error:
+            load_rewards(["imagereward"], (), options, CPU)
+        assert "\n" not in str(error.value)
 
 
 def test_models_are_loaded_once_and_without_gradient(cfg):
@@ -358,15 +547,18 @@ def test_your_own_function_fails(own):
 
 def test_missing_weights_are_named_with_the_way_to_get_them(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    names = ["hps", "clip", "shapes", "shapes_strict", "mode", "no.such:thing"]
+    names = ["hps", "clip", "shapes", "shapes_strict", "mode", "no.such:thing", "pickscore",
+             "imagereward"]
     lines = missing_rewards(names, RewardOptions(shapes_model=str(tmp_path / "none")))
-    assert len(lines) == 4 and not any("\n" in line for line in lines)
+    assert len(lines) == 6 and not any("\n" in line for line in lines)
     assert "`hf download xswu/HPSv2 HPS_v2.1_compressed.pt`" in lines[0]
     assert "HF_HUB_OFFLINE" in lines[0] and "--hps-model" in lines[0]
     assert ("`hf download apple/DFN5B-CLIP-ViT-H-14 open_clip_config.json "
             "open_clip_model.safetensors`") in lines[1]
     assert f"--shapes-model {tmp_path / 'none'}: does not exist" in lines[2]
     assert "no.such:thing" in lines[3]
+    assert "`hf download yuvalkirstain/PickScore_v1 config.json model.safetensors`" in lines[4]
+    assert "`hf download THUDM/ImageReward ImageReward.pt`" in lines[5]
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./none", "none", "toy/none/at/all"])
