@@ -16,19 +16,20 @@ it ends the run, or is NaN with `--reward-failure mask`. If OPENAI_API_KEY is se
 import base64
 import hashlib
 import http.client
+import io
 import itertools
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic, sleep
 
 import torch
 from torch import Tensor
-from torchvision.io import encode_png
+from torchvision.transforms.functional import to_pil_image
 
 from options import UserError
 from weights import short
@@ -80,11 +81,11 @@ def _request(url: str, body: dict | None = None) -> urllib.request.Request:
 
 def _read(request: urllib.request.Request, timeout: float) -> bytes:
     """The whole answer within `timeout` seconds, however slowly its pieces drip in."""
-    end, pieces = time.monotonic() + timeout, []
+    end, pieces = monotonic() + timeout, []
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         while piece := answer.read1(1 << 16):
             pieces.append(piece)
-            if time.monotonic() > end:
+            if monotonic() > end:
                 raise TimeoutError(f"no complete answer in {timeout:g} seconds")
     return b"".join(pieces)
 
@@ -154,7 +155,9 @@ class Judge:
     def _ask(self, pixels: Tensor, prompt: str, turn: int) -> str:
         """The judge's text; UserError when it cannot be had within the retries."""
         cfg = self.cfg
-        picture = base64.b64encode(encode_png(pixels).numpy().tobytes()).decode()
+        png = io.BytesIO()
+        to_pil_image(pixels).save(png, "PNG")
+        picture = base64.b64encode(png.getvalue()).decode()
         content = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
             {"type": "text", "text": self.template.replace("{prompt}", prompt)},
@@ -163,7 +166,7 @@ class Judge:
                 "messages": [{"role": "user", "content": content}]}
         for attempt in range(cfg.judge_retries + 1):
             if attempt:
-                time.sleep(min(2.0 ** (attempt - 2), 30))
+                sleep(min(2.0 ** (attempt - 2), 30))
             server = cfg.judge_servers[(turn + attempt) % len(cfg.judge_servers)]
             try:
                 request = _request(server.rstrip("/") + "/chat/completions", body)
@@ -182,6 +185,8 @@ class Judge:
     def _text(answer: bytes, server: str) -> str:
         try:
             text = json.loads(answer)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{server} answered no chat completion: {answer[:100]!r}") from error
+        except (ValueError, LookupError, TypeError):
+            text = 0
+        if not isinstance(text, str | None):
+            raise UserError(f"{server} answered no chat completion: {answer[:100]!r}")
         return text or ""

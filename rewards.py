@@ -168,6 +168,9 @@ def _locate(name: str, cfg: RewardOptions) -> list[list[Path]]:
     """The files of a reward's models, and a check of all else that it needs."""
     if name == "unifiedreward":
         judge.check_servers(cfg)
+    elif name == "geneval":
+        import geneval
+        geneval.check(cfg)
     elif ":" in name:
         OwnReward(name)
     elif name not in cfg.KNOWN_REWARDS:
