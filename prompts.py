@@ -13,29 +13,36 @@ def load_prompts(source: str) -> list[str]:
     hf://datasets/REPO/FILE of the same kinds. A .json file counts a repeated prompt once (HPDv2
     lists one for each pair of images). Raises UserError naming file and line."""
     path = pathlib.Path(fetch_dataset_file(source))
+    if path.suffix not in (".txt", ".jsonl", ".json"):
+        raise UserError(f"prompt file {source}: its name must end in .txt, .jsonl or .json")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":
-            rows = list(enumerate(json.loads(text), 1))
-        else:
-            rows = [(n, row.strip()) for n, row in enumerate(text.split("\n"), 1) if row.strip()]
-        if path.suffix == ".jsonl":
-            rows = [(n, json.loads(row)) for n, row in rows]
-        elif path.suffix not in (".json", ".txt"):
-            raise UserError(f"prompt file {source}: its name must end in .txt, .jsonl or .json")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt file {source} cannot be read: {error}") from None
-    prompts = []
-    for n, row in rows:
-        prompt = row.get("prompt") if isinstance(row, dict) else row
+    rows = [(f"line {n}", row.strip()) for n, row in enumerate(text.split("\n"), 1) if row.strip()]
+    if path.suffix == ".jsonl":
+        rows = [(where, from_json(row, f"{source}, {where},")) for where, row in rows]
+    elif path.suffix == ".json":
+        entries = from_json(text, source)
+        if not isinstance(entries, list):
+            raise UserError(f"prompt file {source} must be a list of prompts")
+        rows = [(f"entry {n}", row) for n, row in enumerate(entries, 1)]
+    prompts = [row.get("prompt") if isinstance(row, dict) else row for _, row in rows]
+    for (where, _), prompt in zip(rows, prompts, strict=True):
         if not isinstance(prompt, str):
             raise UserError(
-                f'prompt file {source}, entry {n}: neither a string nor an object with "prompt"'
+                f'prompt file {source}, {where}: neither a string nor an object with "prompt"'
             )
-        prompts.append(prompt)
     if not prompts:
         raise UserError(f"prompt file {source} is empty: it needs at least one prompt")
     return list(dict.fromkeys(prompts)) if path.suffix == ".json" else prompts
+
+
+def from_json(text: str, where: str):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"prompt file {where} cannot be read: {error}") from None
 
 
 def fetch_dataset_file(source: str) -> str:
@@ -45,7 +52,10 @@ def fetch_dataset_file(source: str) -> str:
         return source
     from huggingface_hub import hf_hub_download
 
-    owner, name, file = source.removeprefix("hf://datasets/").split("/", 2)
+    parts = source.removeprefix("hf://datasets/").split("/", 2)
+    if len(parts) < 3:
+        raise UserError(f"prompt file {source}: must be hf://datasets/OWNER/NAME/FILE")
+    owner, name, file = parts
     try:
         return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
     except Exception as error:
