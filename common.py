@@ -196,13 +196,19 @@ def out_folder(cfg: RunOptions, algorithm: str) -> pathlib.Path:
     return pathlib.Path(cfg.out or f"runs/{algorithm}-{cfg.preset}")
 
 
+def checkpoints(out: pathlib.Path) -> list[pathlib.Path]:
+    """The complete checkpoints of a run, the newest last."""
+    found = [record.parent for record in (out / "checkpoints").glob("step_*/run.json")]
+    numbered = [folder for folder in found if folder.name[5:].isdigit()]
+    return sorted(numbered, key=lambda folder: int(folder.name[5:]))
+
+
 def find_checkpoint(cfg: RunOptions, algorithm: str) -> pathlib.Path | None:
     """The checkpoint that --resume means: the newest of the run for `auto` (None where there is
     none)."""
     if cfg.resume in ("", "auto"):
-        found = (out_folder(cfg, algorithm) / "checkpoints").glob("step_*")
-        steps = sorted(found, key=lambda p: int(p.name.split("_")[1]))
-        return steps[-1] if steps and cfg.resume else None
+        found = checkpoints(out_folder(cfg, algorithm)) if cfg.resume else []
+        return found[-1] if found else None
     if not (pathlib.Path(cfg.resume) / "run.json").is_file():
         raise UserError(f"--resume {cfg.resume}: not a checkpoint (no run.json in it)")
     return pathlib.Path(cfg.resume)
@@ -371,8 +377,8 @@ class Run:
         deviation = metrics.get("ratio_deviation_max", 0.0)
         if deviation > self.cfg.clip_range / 2:
             tqdm.write(
-                f"warning: iteration {self.iteration} starts with ratios up to {deviation:.1e} away "
-                f"from 1, more than half of the clip range {self.cfg.clip_range}"
+                f"warning: iteration {self.iteration} starts with ratios up to {deviation:.1e} "
+                f"away from 1, more than half of the clip range {self.cfg.clip_range}"
             )
         self.record |= metrics
 
@@ -526,9 +532,9 @@ class Run:
             write_atomically(partial / "run.json", json.dumps(about, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
-            kept = sorted(folder.parent.glob("step_*"))
-            for old in kept[: -self.cfg.keep_checkpoints] if self.cfg.keep_checkpoints else []:
-                shutil.rmtree(old)
+            if self.cfg.keep_checkpoints:
+                for old in checkpoints(self.out)[: -self.cfg.keep_checkpoints]:
+                    shutil.rmtree(old)
         dist.barrier()
         return folder
 
