@@ -1,17 +1,26 @@
 """What the tests share: golden numbers, small policies, exact recursions, runs of the scripts."""
 
 import functools
+import importlib
 import json
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import unittest.mock
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import options
 from common import generator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -79,6 +88,8 @@ class SmallNet(nn.Module):
 
 class SmallPolicy:
     """A policy in float64 that needs no files and no process group; its latents are its images."""
+
+    dtype = torch.float64
 
     def __init__(self, shape: tuple[int, ...] = (3,), seed: int = 0):
         torch.manual_seed(seed)
@@ -216,3 +227,113 @@ ALGORITHMS = [
     for name in ("g2rpo", "stepwise_flow_grpo", "dance_grpo", "mix_grpo", "flow_grpo")
     if (ROOT / f"{name}.py").exists()
 ]
+
+
+@dataclass
+class Finished:
+    """A run of a script that ended: exit status of its process (the first that failed, of several),
+    what all wrote to stdout and stderr."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@functools.cache
+def _server():
+    """The context whose processes are forked from a server that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preload"])
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _child(script: str, argv: list[str], env: dict[str, str], cwd: str, streams: list[str]):
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = [f"{script}.py", *argv]
+    torch.set_num_threads(1)
+    module = importlib.import_module(script)
+    module.launch(module.train, options.parse(module.Config, module.PRESETS, argv))
+
+
+class Fork:
+    """A run of `script` in processes forked from a server that has imported everything: what a
+    command line does, without the seconds of its imports. Several processes are told of each other
+    as torchrun does it, and as there, the first that fails ends all."""
+
+    def __init__(self, script: str, *args, nproc: int = 1, cwd=ROOT, **env: str):
+        self.folder = tempfile.TemporaryDirectory()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes, self.nproc = [], nproc
+        for rank in range(nproc):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "MASTER_PORT": port}
+            own = {k: str(v) for k, v in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            streams = [f"{self.folder.name}/{rank}.{name}" for name in ("out", "err")]
+            given = (script, [str(a) for a in args], (own if nproc > 1 else {}) | env, str(cwd))
+            self.processes.append(_server().Process(target=_child, args=(*given, streams)))
+            self.processes[-1].start()
+
+    def finish(self, timeout: float = 120) -> Finished:
+        """Wait for the end."""
+        end = time.monotonic() + timeout
+        while any(p.exitcode is None for p in self.processes) and not self._failed():
+            assert time.monotonic() < end, f"still running after {timeout} s: {self._text('err')}"
+            multiprocessing.connection.wait([p.sentinel for p in self.processes], timeout=0.2)
+        failed = self._failed()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return Finished(failed[0] if failed else 0, self._text("out"), self._text("err"))
+
+    def _failed(self) -> list[int]:
+        return [p.exitcode for p in self.processes if p.exitcode]
+
+    def _text(self, name: str) -> str:
+        files = sorted(pathlib.Path(self.folder.name).glob(f"*.{name}"))
+        return "".join(file.read_text() for file in files)
+
+
+def run(script: str, *args, **kwargs) -> Finished:
+    """Fork(...) to its end, which must be a good one."""
+    finished = Fork(script, *args, **kwargs).finish()
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+def refused(script: str, *args, **kwargs) -> str:
+    """The one line with which a run ends that cannot work: exit status 2, no traceback."""
+    finished = Fork(script, *args, **kwargs).finish()
+    lines = [line for line in finished.stderr.splitlines() if ": error: " in line]
+    assert finished.returncode == 2, finished
+    assert "Traceback" not in finished.stderr + finished.stdout and len(lines) == 1, finished
+    return lines[0]
+
+
+def checkpoint(out, step: int) -> dict:
+    """Everything that a run's checkpoint holds, flat: name -> tensor or number."""
+    flat = {}
+
+    def walk(name, value):
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            walk(f"{name}/{key}", inner)
+        if not isinstance(value, dict):
+            flat[name] = value
+
+    with tempfile.NamedTemporaryFile() as file:
+        folder = pathlib.Path(out) / "checkpoints" / f"step_{step:06d}"
+        dcp_to_torch_save(folder, file.name)
+        walk("", torch.load(file.name, weights_only=False))
+    return flat
+
+
+def first_moments(out, step: int) -> Tensor:
+    """AdamW's averaged gradients in a checkpoint, as one vector: after the first update 0.1 times
+    the (clipped) gradient."""
+    state = checkpoint(out, step)
+    return torch.cat([state[k].flatten() for k in sorted(state) if k.endswith("exp_avg")]).double()
