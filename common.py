@@ -557,8 +557,8 @@ class Run:
         )
         with self.averaged():
             state = get_model_state_dict(self.policy.transformer, options=options)
-        if self.rank == 0:
-            self.policy.export(state, self.out / "export")
+            if self.rank == 0:  # inside: the state may share memory with the weights
+                self.policy.export(state, self.out / "export")
         dist.barrier()
 
 
