@@ -19,6 +19,7 @@ import http.client
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import urllib.error
@@ -33,6 +34,8 @@ from torchvision.transforms.functional import to_pil_image
 
 from options import UserError
 from weights import short
+
+log = logging.getLogger(__name__)
 
 TEMPLATE = """\
 Here are a caption and a picture that was generated from it.
@@ -148,6 +151,7 @@ class Judge:
                 raise UserError(f"no valid score in its answer {text[-200:]!r}")
         except UserError as error:
             if self.cfg.reward_failure == "mask":
+                log.warning("reward unifiedreward, a sample is masked: %s", error)
                 return float("nan")
             raise UserError(f"reward unifiedreward, prompt {prompt!r}: {error}") from error
         return mark

@@ -8,7 +8,7 @@
 | hps             | human preference, cosine, about 0.2 to 0.4     | HPS-v2.1, open_clip ViT-H-14 |
 | clip            | agreement with the prompt, cosine              | DFN5B, open_clip ViT-H-14    |
 | pickscore       | human preference, cosine, about 0.2            | PickScore_v1, CLIPModel      |
-| imagereward     | human preference, standardised, about -2 to 2  | ImageReward, BLIP            |
+| imagereward     | human preference, standardised, about -2 to 2  | imagereward.py, on BLIP      |
 | unifiedreward   | a judge's mark, 1 to 5                         | judge.py, behind a server    |
 | shapes          | graded check of the world of shapes, 0 to 1    | toy/shapes.py                |
 | shapes_strict   | the same check, 0 or 1                         | toy/shapes.py                |
@@ -26,23 +26,24 @@ Weights come from a local path, from the hub's local cache, or from the hub, in 
 
 import functools
 import importlib
-import math
+import logging
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
 import judge
 from options import RewardOptions, UserError
 from weights import locate, model_id, short, version
+
+log = logging.getLogger(__name__)
 
 
 class RewardError(UserError):
@@ -101,6 +102,7 @@ class Rewards:
                 raise
             if not mask:
                 raise RewardError(f"reward {name} failed: {short(error)}") from error
+            log.warning("reward %s failed, its samples are masked: %s", name, short(error))
             score = torch.full((len(prompts),), torch.nan)
         if score.shape != (len(prompts),):
             raise RewardError(f"reward {name} returned the shape {tuple(score.shape)}, "
@@ -143,8 +145,12 @@ def missing_rewards(names: Sequence[str], cfg: RewardOptions) -> list[str]:
     return missing
 
 
-OPEN_CLIP_FILES = (("open_clip_config.json",), ("open_clip_model.safetensors",
-                   "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin"))
+OPEN_CLIP_FILES = (
+    ("open_clip_config.json",),
+    ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors",
+     "open_clip_pytorch_model.bin"),
+    ("tokenizer.json", ""), ("tokenizer_config.json", ""),  # used if the configuration says so
+)
 # name -> (option, the files of its folder or repository, may it be a file instead?); see `locate`
 NEEDS = {
     "hps": (("hps_model", OPEN_CLIP_FILES, True),),
@@ -191,6 +197,7 @@ def _build(name: str, cfg: RewardOptions, device: torch.device) -> Callable:
     if name == "pickscore":
         return PickScore(*files, dtype, device)
     if name == "imagereward":
+        from imagereward import ImageReward
         return ImageReward(*files, dtype, device)
     if name == "unifiedreward":
         return judge.Judge(cfg)
@@ -221,7 +228,7 @@ def fit(images: Tensor, size: tuple[int, int], mode: str, bicubic: bool = True) 
     height, width = images.shape[-2:]
     scales = (size[0] / height, size[1] / width)
     if mode == "longest":
-        inner = [round(side * min(scales)) for side in (height, width)]
+        inner = [max(1, round(side * min(scales))) for side in (height, width)]
         images = TF.resize(images / 255, inner, how, antialias=True)
         rows, columns = size[0] - inner[0], size[1] - inner[1]
         return F.pad(images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
@@ -278,13 +285,14 @@ def _open_clip(folder: Path, weights: Path, arch: str, dtype: torch.dtype, devic
 class ClipReward(CosineReward):
     """`hps` and `clip`: an open_clip model.
 
-    files: a folder's [config, weights], or [weights] of the architecture `arch`; resize: see `fit`
-    (empty: as the model's own configuration says)."""
+    files: a folder's [config, weights, …], or [weights] of the architecture `arch`; resize: see
+    `fit` (empty: as the model's own configuration says)."""
 
     def __init__(self, files: list[Path], arch: str, resize: str, dtype, device):
+        weights = files[min(1, len(files) - 1)]
         arch = arch if len(files) == 1 else ""
-        self.model, self.tokenizer = _open_clip(files[0].parent, files[-1], arch, dtype, device)
-        self.model_id, self.dtype, self.device = model_id(files[-1]), dtype, device
+        self.model, self.tokenizer = _open_clip(weights.parent, weights, arch, dtype, device)
+        self.model_id, self.dtype, self.device = model_id(weights), dtype, device
         self.preprocess = self.model.visual.preprocess_cfg
         size = self.preprocess["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)
@@ -347,102 +355,6 @@ class PickScore(CosineReward):
 
     def too_long(self, prompt: str) -> bool:
         return len(self.tokenizer(prompt, verbose=False).input_ids) > self.limit
-
-
-# ImageReward's names of BLIP's vision tower (timm's) -> transformers' names
-BLIP_NAMES = (
-    (r"^cls_token", "embeddings.class_embedding"),
-    (r"^pos_embed", "embeddings.position_embedding"),
-    (r"^patch_embed\.proj", "embeddings.patch_embedding"),
-    (r"^norm\.", "post_layernorm."),
-    (r"^blocks\.", "encoder.layers."),
-    (r"\.norm([12])\.", r".layer_norm\1."),
-    (r"\.attn\.qkv\.", ".self_attn.qkv."),
-    (r"\.attn\.proj\.", ".self_attn.projection."),
-)
-
-
-def blip_modules(state: dict[str, Tensor]) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """ImageReward's checkpoint -> (vision tower, text tower with cross-attention, score head).
-
-    Widths and depths are read off the weights; both towers have heads of 64."""
-    from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {k[len(prefix):]: v for k, v in state.items() if k.startswith(prefix)}
-
-    def depth(names: Iterable[str], pattern: str) -> int:
-        return 1 + max(int(m[1]) for name in names if (m := re.match(pattern, name)))
-
-    vision, text = part("blip.visual_encoder."), part("blip.text_encoder.")
-    head = part("mlp.layers.")
-    text.pop("embeddings.position_ids", None)  # a constant, not stored by transformers
-    width, _, _, patch = vision["patch_embed.proj.weight"].shape
-    vision_config = BlipVisionConfig(
-        hidden_size=width, num_attention_heads=width // 64, layer_norm_eps=1e-6, patch_size=patch,
-        intermediate_size=len(vision["blocks.0.mlp.fc1.bias"]),
-        num_hidden_layers=depth(vision, r"blocks\.(\d+)"),
-        image_size=patch * math.isqrt(vision["pos_embed"].shape[1] - 1))
-    vocabulary, width = text["embeddings.word_embeddings.weight"].shape
-    layer = "encoder.layer.0."
-    text_config = BlipTextConfig(
-        vocab_size=vocabulary, hidden_size=width, num_attention_heads=width // 64,
-        intermediate_size=len(text[layer + "intermediate.dense.bias"]),
-        num_hidden_layers=depth(text, r"encoder\.layer\.(\d+)"),
-        encoder_hidden_size=text[layer + "crossattention.self.key.weight"].shape[1],
-        max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
-        is_decoder=True)  # builds the cross-attention; `forward` says that nothing is causal
-    for old, new in BLIP_NAMES:
-        vision = {re.sub(old, new, name): value for name, value in vision.items()}
-    rows = sorted({int(name.split(".")[0]) for name in head})  # dropout between: 0, 2, 4, 6, 7
-    head = {f"{rows.index(int(i))}.{kind}": v for (i, kind), v in
-            ((name.split("."), v) for name, v in head.items())}
-    linear = [nn.Linear(*head[f"{i}.weight"].T.shape) for i in range(len(rows))]
-    modules = (BlipVisionModel(vision_config), BlipTextModel(text_config, add_pooling_layer=False),
-               nn.Sequential(*linear))
-    for module, weights in zip(modules, (vision, text, head), strict=True):
-        module.load_state_dict(weights)
-    return modules
-
-
-@functools.cache
-def _image_reward(weights: Path, vocabulary: Path, dtype: torch.dtype, device: torch.device):
-    """(vision tower, text tower, score head in fp32, tokenizer) of ImageReward's checkpoint."""
-    from transformers import BertTokenizer
-
-    try:
-        state = torch.load(weights, map_location="cpu", weights_only=True)
-        vision, text, head = (m.eval().requires_grad_(False) for m in blip_modules(state))
-        tokenizer = BertTokenizer.from_pretrained(vocabulary.parent)
-    except Exception as error:
-        raise UserError(f"{weights}: cannot be loaded as ImageReward ({short(error)})") from error
-    tokenizer.add_special_tokens({"bos_token": "[DEC]", "additional_special_tokens": ["[ENC]"]})
-    return vision.to(device, dtype), text.to(device, dtype), head.to(device), tokenizer
-
-
-class ImageReward:
-    """`imagereward` (Xu et al., arXiv 2304.05977): human preference, standardised: mean 0, std 1
-    over its training pictures. BLIP reads the prompt (35 tokens) with the picture beside it."""
-
-    LIMIT, MEAN, STD = 35, 0.16717363, 1.03333950
-
-    def __init__(self, files: list[Path], vocabulary: list[Path], dtype, device):
-        self.vision, self.text, self.head, self.tokenizer = _image_reward(
-            files[0], vocabulary[0], dtype, device)
-        self.model_id, self.dtype, self.device = model_id(files[0]), dtype, device
-
-    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
-        x = clip_pixels(images.to(self.device), self.vision.config.image_size)
-        tokens = self.tokenizer(prompts, padding="max_length", truncation=True,
-                                max_length=self.LIMIT, return_tensors="pt").to(self.device)
-        seen = self.vision(x.to(self.dtype)).last_hidden_state
-        read = self.text(tokens.input_ids, attention_mask=tokens.attention_mask,
-                         encoder_hidden_states=seen, is_decoder=False).last_hidden_state
-        score = self.head(read[:, 0].float()).squeeze(-1)
-        return (score - self.MEAN) / self.STD
-
-    def too_long(self, prompt: str) -> bool:
-        return len(self.tokenizer(prompt, verbose=False).input_ids) > self.LIMIT
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Where a model's files are: a local path, the hub's local cache, or the hub, in this order; and
 how to get them, in one line, when they are nowhere."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,27 +36,37 @@ def locate(cfg, option: str, files: Sequence[tuple[str, ...]],
     repo = "/".join(parts[:2])
     if len(parts) > 2:
         files = (("/".join(parts[2:]),),)
-    command = f"hf download {repo} " + " ".join(names[0] for names in files if names[-1])
+    needed = [names for names in files if names[-1]]
+    complete = all(_cached(repo, names) for names in needed)
     try:
-        found = [_from_hub(repo, names) for names in files]
+        found = [_cached(repo, names) or (None if complete else _download(repo, names))
+                 for names in files]
     except UserError as error:
+        command = " ".join(["hf download", repo, *(names[0] for names in needed)])
         raise UserError(f"{flag(option)} {source}: {error}; get it with `{command}`, or give a "
                         "local path") from error
     return [path for path in found if path]
 
 
+def _cached(repo: str, names: tuple[str, ...]) -> Path | None:
+    """The first of a repository's files `names` that is in the hub's local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in filter(None, names):
+        if isinstance(path := try_to_load_from_cache(repo, name), str):
+            return Path(path)
+    return None
+
+
 _unreachable = False  # set by the first failed connection: each takes the hub's client 24 seconds
 
 
-def _from_hub(repo: str, names: tuple[str, ...]) -> Path | None:
-    """The first of a repository's files `names` that is in the cache, else can be downloaded."""
+def _download(repo: str, names: tuple[str, ...]) -> Path | None:
+    """The first of a repository's files `names` that the hub has."""
     global _unreachable
-    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, errors, hf_hub_download
 
     wanted = [name for name in names if name]
-    for name in wanted:
-        if isinstance(cached := try_to_load_from_cache(repo, name), str):
-            return Path(cached)
     reason = f"the repository has no {' or '.join(wanted)}"
     for name in wanted:
         try:
@@ -78,6 +89,7 @@ def _from_hub(repo: str, names: tuple[str, ...]) -> Path | None:
     return None
 
 
+@functools.cache
 def version(path: Path) -> str:
     """The commit of a file in the hub's cache, else the beginning of the file's SHA-256."""
     if "snapshots" in path.parts:

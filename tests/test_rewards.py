@@ -7,11 +7,19 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import open_clip
 import pytest
 import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
@@ -586,6 +594,65 @@ def test_files_of_the_hub_cache_are_used(weights, arch, tmp_path, monkeypatch):
     reward = load_rewards(["hps"], (), options, CPU)
     assert reward.model_ids == {"hps": "someone/scores@0123456789ab"}
     assert torch.isfinite(reward(pictures(1), ["a"])).all()
+
+
+def hub_error(kind):
+    if issubclass(kind, HfHubHTTPError):
+        return kind("refused", response=SimpleNamespace(headers={}, request=None, status_code=403))
+    return kind("gone")
+
+
+@pytest.mark.parametrize("kind, told", [
+    (GatedRepoError, "accept its licence at https://huggingface.co/apple/DFN5B-CLIP-ViT-H-14"),
+    (RepositoryNotFoundError, "neither here nor on the hub"),
+    (RemoteEntryNotFoundError, "the repository has no open_clip_config.json"),
+    (LocalEntryNotFoundError, "the hub cannot be reached"),
+    (OSError, "the download failed"),
+])
+def test_what_the_hub_refuses_is_told(tmp_path, monkeypatch, kind, told):
+    asked = []
+
+    def download(repo, name, local_files_only):
+        asked.append((name, local_files_only))
+        raise hub_error(kind)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("weights._unreachable", False)
+    (line,) = missing_rewards(["clip"], RewardOptions())
+    assert told in line and "`hf download apple/DFN5B-CLIP-ViT-H-14 open_clip_config.json" in line
+    missing_rewards(["clip"], RewardOptions())
+    # the hub's client waits long for a lost connection: only once
+    assert asked[-1] == ("open_clip_config.json", kind is LocalEntryNotFoundError)
+
+
+def test_what_the_hub_has_is_downloaded(tiny_clip, tmp_path, monkeypatch):
+    """The weights under their second name, and the tokenizer beside them."""
+    commit = "89abcdef0123456789abcdef0123456789abcdef"
+    snapshot = tmp_path / "models--someone--clip" / "snapshots" / commit
+    (tmp_path / "models--someone--clip" / "refs").mkdir(parents=True)
+    (tmp_path / "models--someone--clip" / "refs" / "main").write_text(commit)
+    snapshot.mkdir(parents=True)
+
+    def download(repo, name, local_files_only):
+        source = tiny_clip / name.replace("pytorch_model.bin", "model.safetensors")
+        if name == "open_clip_model.safetensors" or not source.exists():
+            raise hub_error(RemoteEntryNotFoundError)
+        if name.endswith(".bin"):
+            torch.save(load_file(source), snapshot / name)
+        else:
+            shutil.copy(source, snapshot / name)
+        return str(snapshot / name)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    hub = load_rewards(["clip"], (), RewardOptions(clip_model="someone/clip"), CPU)
+    local = load_rewards(["clip"], (), RewardOptions(clip_model=str(tiny_clip)), CPU)
+    assert torch.equal(hub(pictures(4), PROMPTS), local(pictures(4), PROMPTS))
+    assert hub.model_ids == {"clip": "someone/clip@89abcdef0123"}
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # all is in the cache now
+    assert missing_rewards(["clip"], RewardOptions(clip_model="someone/clip")) == []
 
 
 class Bomb:
