@@ -280,6 +280,8 @@ def test_sharded_policy_computes_the_same(process_group):
 def test_export(tmp_path):
     policy = ToyPolicy(RunOptions(), CPU)
     policy.export(policy.transformer.state_dict(), tmp_path)
+    files = {path.name for path in (tmp_path / "transformer").iterdir()}
+    assert files == {"config.json", "model.safetensors"}
     net = VelocityMLP.from_pretrained(tmp_path / "transformer")
     x, t, prompt = torch.ones(2, 2), torch.tensor([0.3, 0.8]), torch.tensor([0, 5])
     assert torch.equal(net(x, t, prompt), policy.transformer(x, t, prompt))
