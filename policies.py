@@ -280,8 +280,12 @@ def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = Fals
     if cfg.model == "toy":
         from toy.flow2d import ToyPolicy
 
-        return ToyPolicy(cfg, device)
-    index = json.loads((pathlib.Path(fetch_pipeline(cfg.model)) / "model_index.json").read_text())
+        return ToyPolicy(cfg, device, dtype, empty)
+    file = pathlib.Path(fetch_pipeline(cfg.model)) / "model_index.json"
+    try:
+        index = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"model {cfg.model}: its model_index.json cannot be read: {error}") from None
     families = {"FluxPipeline": FluxPolicy, "StableDiffusion3Pipeline": SD3Policy}
     if index.get("_class_name") not in families:
         raise UserError(
