@@ -99,6 +99,19 @@ def decode_and_score(policy, reward, x0: Tensor, prompts: Sequence[str], batch: 
     return torch.cat(scores, dim=1)
 
 
+def spread(name: str, rewards: Tensor) -> dict[str, float]:
+    """Metrics of how much the scores within a group differ: rewards [..., G], NaN where a score
+    failed."""
+    valid = ~rewards.isnan()
+    diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
+    std = (diff.square().sum(-1) / (valid.sum(-1) - 1).clamp(min=1)).sqrt()
+    high, low = rewards.nan_to_num(-math.inf).amax(-1), rewards.nan_to_num(math.inf).amin(-1)
+    return {
+        f"group_std/{name}": float(std.mean()),
+        f"groups_without_spread/{name}": float((high <= low).float().mean()),
+    }
+
+
 def generator(*key) -> torch.Generator:
     """A CPU generator whose stream is a function of `key` alone (integers and strings)."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()

@@ -112,6 +112,7 @@ from common import (  # noqa: E402
     most,
     ode_step,
     sigma_schedule,
+    spread,
 )
 
 TIMESTEPS = -2  # the "step" whose generator draws which steps a sample trains
@@ -283,8 +284,7 @@ def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     out = {}
     for name, r in zip(names, roll.rewards, strict=True):  # [P, G], NaN where a score failed
         out[f"reward/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
-        out[f"groups_without_spread/{name}"] = float((r.amax(-1) == r.amin(-1)).float().mean())
+        out |= spread(name, r)
     return out | {"adv_abs": float(roll.adv.abs().mean())}
 
 

@@ -113,6 +113,7 @@ from common import (  # noqa: E402
     launch,
     ode_step,
     sigma_schedule,
+    spread,
 )
 
 
@@ -303,12 +304,10 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
 
 def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     """reward/ is the mean of the sampled images, noise included."""
-    spread = roll.rewards.amax(-1) > roll.rewards.amin(-1)  # [R, P]
     out = {}
-    for name, r, s in zip(names, roll.rewards, spread, strict=True):
+    for name, r in zip(names, roll.rewards, strict=True):  # [P, G], NaN where a score failed
         out[f"reward/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
-        out[f"groups_without_spread/{name}"] = float((~s).float().mean())
+        out |= spread(name, r)
     return out | {"adv_abs": float(roll.adv.abs().mean())}
 
 

@@ -115,6 +115,7 @@ from common import (  # noqa: E402
     launch,
     ode_step,
     sigma_schedule,
+    spread,
 )
 
 
@@ -314,15 +315,13 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
 
 def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     """reward/ is the anchor's, without noise: the training curve of the paper."""
-    spread = roll.rewards.amax(-1) > roll.rewards.amin(-1)  # [R, J, P, K]
     out = {
         f"reward/{name}": float(r.nanmean())
         for name, r in zip(names, roll.anchor_rewards, strict=True)
     }
-    for name, r, s in zip(names, roll.rewards, spread, strict=True):
+    for name, r in zip(names, roll.rewards, strict=True):  # [J, P, K, G], NaN where a score failed
         out[f"explored/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
-        out[f"groups_without_spread/{name}"] = float((~s).float().mean())
+        out |= spread(name, r)
     return out | {"adv_abs": float(roll.adv.abs().mean())}
 
 

@@ -93,11 +93,11 @@ PRESETS = {
     "flash": dict(flash=0.4, tau=20),
     "flash_star": dict(flash=0.2, tau=20, strategy="frozen"),
     "tiny": TINY | dict(
-        rewards=("hps", "clip"), sampling_steps=8, group_size=8, window_size=2, tau=10,
-        clip_range=1e-3, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
+        rewards=("hps", "clip"), prompts_per_step=16, sampling_steps=8, group_size=8, window_size=2,
+        tau=10, clip_range=1e-3, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
     ),
     "toy": TOY | dict(
-        sampling_steps=10, group_size=8, window_size=2, tau=5, clip_range=1e-2,
+        prompts_per_step=16, sampling_steps=10, group_size=8, window_size=2, tau=5, clip_range=1e-2,
         lr=1e-3, iterations=60, eval_every=10, eval_steps=10, save_every=0,
     ),
 }  # fmt: skip
@@ -117,6 +117,7 @@ from common import (  # noqa: E402
     launch,
     ode_step,
     sigma_schedule,
+    spread,
 )
 
 
@@ -330,8 +331,7 @@ def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     out = {}
     for name, r in zip(names, roll.rewards, strict=True):  # [P, G], NaN where a score failed
         out[f"reward/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
-        out[f"groups_without_spread/{name}"] = float((r.amax(-1) == r.amin(-1)).float().mean())
+        out |= spread(name, r)
     return out | {"adv_abs": float(roll.adv.abs().mean()), "window": roll.steps[0]}
 
 

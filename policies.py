@@ -285,7 +285,7 @@ def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = Fals
     try:
         index = json.loads(file.read_text())
     except ValueError as error:
-        raise UserError(f"model {cfg.model}: its model_index.json cannot be read: {error}") from None
+        raise UserError(f"model {cfg.model}: unreadable model_index.json: {error}") from None
     families = {"FluxPipeline": FluxPolicy, "StableDiffusion3Pipeline": SD3Policy}
     if index.get("_class_name") not in families:
         raise UserError(

@@ -115,6 +115,7 @@ from common import (  # noqa: E402
     launch,
     ode_step,
     sigma_schedule,
+    spread,
 )
 
 
@@ -324,14 +325,11 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
 
 def metrics_of(roll: Rollout, names: list[str]) -> dict[str, float]:
     """reward/ is the mean of the sampled images, noise included; gain_abs/ that of |g_i|."""
-    final = roll.rewards[..., -1]
-    spread = final.amax(-1) > final.amin(-1)  # [R, P]
     out = {}
-    for name, r, s, all in zip(names, final, spread, roll.rewards, strict=True):
-        out[f"reward/{name}"] = float(r.nanmean())
-        out[f"group_std/{name}"] = float(r.std(-1).nanmean())
-        out[f"groups_without_spread/{name}"] = float((~s).float().mean())
-        for i, g in enumerate(gains(all).unbind(-1)):
+    for name, r in zip(names, roll.rewards, strict=True):  # [P, G, T + 1], NaN where a score failed
+        out[f"reward/{name}"] = float(r[..., -1].nanmean())
+        out |= spread(name, r[..., -1])
+        for i, g in enumerate(gains(r).unbind(-1)):
             out[f"gain_abs/{name}/{i}"] = float(g.abs().nanmean())
     return out | {"adv_abs": float(roll.adv.abs().mean())}
 

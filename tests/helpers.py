@@ -7,6 +7,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -249,7 +250,9 @@ def _server():
     return context
 
 
-def _child(script: str, argv: list[str], env: dict[str, str], cwd: str, streams: list[str]):
+def _child(script: str, argv: list[str], env: dict, cwd: str, streams: list[str], limit: int):
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(env)
@@ -263,9 +266,12 @@ def _child(script: str, argv: list[str], env: dict[str, str], cwd: str, streams:
 class Fork:
     """A run of `script` in processes forked from a server that has imported everything: what a
     command line does, without the seconds of its imports. Several processes are told of each other
-    as torchrun does it, and as there, the first that fails ends all."""
+    as torchrun does it, and as there, the first that fails ends all. file_limit: bytes to which a
+    file can grow, as on a full disk; env: extra variables."""
 
-    def __init__(self, script: str, *args, nproc: int = 1, cwd=ROOT, **env: str):
+    def __init__(
+        self, script: str, *args, nproc: int = 1, cwd=ROOT, file_limit: int = 0, **env: str
+    ):
         self.folder = tempfile.TemporaryDirectory()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -276,8 +282,9 @@ class Fork:
             own = {k: str(v) for k, v in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
             streams = [f"{self.folder.name}/{rank}.{name}" for name in ("out", "err")]
             given = (script, [str(a) for a in args], (own if nproc > 1 else {}) | env, str(cwd))
-            self.processes.append(_server().Process(target=_child, args=(*given, streams)))
-            self.processes[-1].start()
+            process = _server().Process(target=_child, args=(*given, streams, file_limit))
+            process.start()
+            self.processes.append(process)
 
     def finish(self, timeout: float = 120) -> Finished:
         """Wait for the end."""

@@ -378,3 +378,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run(toy_run):
         toy_run.optimizer_step()
     assert all(torch.equal(full(p), before[k]) for k, p in toy_run.parameters.items())
     toy_run.optimizer.zero_grad()
+
+
+def test_spread_of_groups_leaves_failed_scores_out():
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [0.1, 0.1, 0.1], [1.0, torch.nan, 2.0],
+                            [torch.nan, torch.nan, 3.0], [torch.nan] * 3])  # fmt: skip
+    stds = [torch.tensor(group).std() for group in ([1.0, 2.0, 4.0], [1.0, 2.0])]
+    found = common.spread("x", rewards)
+    assert found["group_std/x"] == pytest.approx(float(sum(stds)) / 5, rel=1e-6)
+    assert found["groups_without_spread/x"] == pytest.approx(3 / 5)

@@ -1,0 +1,246 @@
+"""Whole runs, from the command line to the export, killed, resumed, and on several processes.
+
+Most are forked from a server that has imported everything (helpers.Fork); those under torchrun are
+what a user types."""
+
+import json
+import operator
+import pathlib
+import shutil
+import signal
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from helpers import (
+    ROOT,
+    Fork,
+    checkpoint,
+    first_moments,
+    metrics_of,
+    refused,
+    relative,
+    run,
+    run_script,
+    without_seconds,
+)
+
+PATH = {"PYTHONPATH": str(ROOT / "tests")}
+COMMAND = [  # six iterations of the toy, with everything that a run can do
+    "--preset", "toy", "--iterations", 6, "--prompts-per-step", 4, "--group-size", 4, "--lr", 3e-3,
+    "--rewards", "own_rewards:killed", "mode", "--ema-decay", 0.5, "--eval-every", 2,
+    "--eval-count", 7, "--rollout-batch", 50, "--picture-count", 3, "--save-every", 1,
+    "--keep-checkpoints", 0,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> pathlib.Path:
+    """The folder of a run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    run("g2rpo", *COMMAND, "--trackers", "tensorboard", "--out", out)
+    return out
+
+
+def same(a: pathlib.Path, b: pathlib.Path, step: int) -> None:
+    """Assert that two runs have the same state, bit for bit: weights, moments, averages."""
+    one, two = checkpoint(a, step), checkpoint(b, step)
+    assert one.keys() == two.keys() and len(one) > 50
+    for name, value in one.items():
+        equal = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert equal(value, two[name]), name
+
+
+def test_files_that_a_run_leaves_behind(straight):
+    rows = metrics_of(straight)
+    assert [r["iteration"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["iteration"] for r in rows if "eval/mode" in r] == [0, 2, 4, 6]
+    about = json.loads((straight / "config.json").read_text())
+    derived = about["derived"]
+    assert about["algorithm"] == "g2rpo" and about["config"]["group_size"] == 4
+    assert set(about["rewards"]) == {"own_rewards:killed", "mode"} and len(about["sigmas"]) == 11
+    assert derived["sde_steps"] == [0, 1, 2, 3, 4] and "torch" in about["versions"]
+    for row in (r for r in rows if "loss" in r):
+        assert row["calls/network"] == 4 * derived["network_calls_per_prompt"]
+        assert row["calls/network_trained"] == 4 * 5 and row["ratio_deviation_max"] == 0
+        assert row["calls/decode"] == row["calls/reward"] <= 4 * (
+            1 + derived["trajectories_per_prompt"]
+        )
+        assert row["seconds/iteration"] >= row["seconds/rollout"] >= row["seconds/network"] > 0
+        assert {"reward/mode", "reward/own_rewards:killed", "grad_norm", "clipped"} <= set(row)
+    pictures = ["curve.png", "before_after.png", *(f"samples/step_{n:06d}.png" for n in (0, 6))]
+    for name in pictures:
+        picture = plt.imread(straight / name)
+        assert min(picture.shape[:2]) > 100 and picture.std() > 0.02, name
+    assert list(straight.glob("**/events.out.tfevents*"))
+    assert not list(straight.glob("checkpoints/.partial*"))
+    saved = [p.name for p in sorted((straight / "checkpoints").iterdir())]
+    assert saved == [f"step_{n:06d}" for n in range(1, 7)]  # --keep-checkpoints 0 keeps all
+
+
+def test_export_holds_the_averaged_weights(straight):
+    from toy.flow2d import VelocityMLP
+
+    net = VelocityMLP.from_pretrained(straight / "export/transformer")
+    state = checkpoint(straight, 6)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, state[f"/ema/{name}"]), name
+    assert any(not torch.equal(v, state[f"/model/{k}"]) for k, v in net.state_dict().items())
+
+
+def test_killed_and_resumed_is_the_same_run(straight, tmp_path):
+    """SIGKILL in the fifth iteration; the rest of the run is bit for bit what it would have been,
+    whatever half-written things lie about."""
+    out = tmp_path / "run"
+    ended = Fork("g2rpo", *COMMAND, "--out", out, KILL_AT="9").finish()
+    assert ended.returncode == -signal.SIGKILL
+    assert metrics_of(out)[-1]["iteration"] == 4 and not (out / "export").exists()
+    partial = out / "checkpoints/.partial_step_000005"
+    shutil.copytree(out / "checkpoints/step_000004", partial)
+    (partial / "run.json").unlink()
+    shutil.copytree(partial, out / "checkpoints/step_000099")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 5, "loss": 0.5}\n{"iteration": 5, "lo')
+    resumed = run("g2rpo", *COMMAND, "--out", out, "--resume", "auto")
+    assert "continues after iteration 4 of 6" in resumed.stdout and not partial.exists()
+    assert without_seconds(metrics_of(out)) == without_seconds(metrics_of(straight))
+    same(out, straight, 6)
+    files = sorted(p.relative_to(out) for p in (out / "export").rglob("*.*"))
+    assert files and all(
+        (out / f).read_bytes() == (straight / f).read_bytes() for f in files
+    )
+    run("g2rpo", *COMMAND, "--out", out, "--resume", "auto")  # nothing left to do: nothing changes
+    assert without_seconds(metrics_of(out)) == without_seconds(metrics_of(straight))
+
+
+def next_gradient(before: pathlib.Path, after: pathlib.Path, step: int) -> torch.Tensor:
+    """The clipped gradient of update `step`, from AdamW's moments around it."""
+    return (first_moments(after, step) - 0.9 * first_moments(before, step - 1)) / 0.1
+
+
+def test_resume_on_other_processes(straight, tmp_path):
+    """A checkpoint of one process goes on in two with the same gradient, in a folder of its own."""
+    start, out = straight / "checkpoints/step_000003", tmp_path / "run"
+    changed = [*COMMAND, "--iterations", 5, "--keep-checkpoints", 2, "--resume", start]
+    run("g2rpo", *changed, "--out", out, nproc=2)
+    kept = sorted(p.name for p in (out / "checkpoints").iterdir())
+    assert kept == ["step_000004", "step_000005"]
+    expected = next_gradient(straight, straight, 4)
+    assert expected.norm() > 1e-3
+    assert relative(next_gradient(straight, out, 4), expected) < 1e-6
+    one, two = metrics_of(straight), metrics_of(out)
+    assert [r["iteration"] for r in two] == [4, 4, 5, 5]
+    expected = [r for r in one if r["iteration"] in (4, 5)]
+    for a, b in zip(without_seconds(two[:2]), without_seconds(expected), strict=False):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+
+
+def test_two_processes_under_torchrun_make_the_same_updates(straight, tmp_path):
+    """The gradient of the first update agrees to 1e-6 of its length; six updates later, metrics to
+    1e-3 (AdamW divides by the root of the squared gradient, which amplifies rounding); seven
+    held-out prompts on two processes in batches are evaluated exactly."""
+    out = tmp_path / "run"
+    found = run_script("g2rpo.py", *COMMAND, "--out", out, nproc=2, **PATH)
+    assert found.returncode == 0, found.stderr
+    assert relative(first_moments(out, 1), first_moments(straight, 1)) < 1e-6
+    one, two = without_seconds(metrics_of(straight)), without_seconds(metrics_of(out))
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    assert two[1] == pytest.approx(one[1], rel=1e-5, abs=1e-7)
+    for a, b in zip(two, one, strict=True):
+        assert a.keys() == b.keys() and a == pytest.approx(b, rel=1e-3, abs=1e-4)
+    assert all(r["calls/network"] == o["calls/network"] for r, o in zip(two, one, strict=True)
+               if "loss" in r)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_sixteen_processes(tmp_path):
+    out = tmp_path / "run"
+    small = ["--iterations", 2, "--eval-count", 20, "--eval-steps", 2, "--sampling-steps", 4]
+    found = run_script("g2rpo.py", "--preset", "tiny", *small, "--out", out, nproc=16, timeout=1200)
+    assert found.returncode == 0, found.stderr
+    assert [r["iteration"] for r in metrics_of(out)] == [0, 1, 2, 2]
+
+
+def test_an_error_on_one_process_ends_all(tmp_path):
+    options = ["--preset", "toy", "--rewards", "own_rewards:nan_on_the_second_process"]
+    options += ["--eval-every", 0, "--out", tmp_path / "run"]
+    line = refused("g2rpo", *options, nproc=2)
+    assert "(process 1)" in line and "nan_on_the_second_process is nan for prompt" in line
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("raises", "own_rewards:raises failed: RuntimeError: the judge is asleep"),
+        ("too_few", "own_rewards:too_few returned the shape"),
+        ("sometimes", "own_rewards:sometimes is nan for prompt"),
+    ],
+)
+def test_a_failing_reward_ends_the_run_in_one_line(tmp_path, name, text):
+    options = ["--preset", "toy", "--rewards", f"own_rewards:{name}", "--eval-every", 0]
+    assert text in refused("g2rpo", *options, "--out", tmp_path / "run")
+
+
+def test_failed_scores_can_be_masked(tmp_path):
+    rewards = ["--rewards", "own_rewards:sometimes", "mode", "--reward-failure", "mask"]
+    options = ["--preset", "toy", *rewards, "--iterations", 2, "--eval-every", 0]
+    run("g2rpo", *options, "--out", tmp_path / "run")
+    for row in metrics_of(tmp_path / "run"):
+        assert all(abs(value) < 1e9 for value in row.values())  # finite, too
+        assert row["grad_norm"] > 0
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(straight, tmp_path):
+    """The limit stands for the disk's: files cannot grow beyond what a checkpoint needs."""
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    more = [*COMMAND, "--iterations", 8, "--out", out, "--resume", "auto", "--eval-every", 0]
+    line = refused("g2rpo", *more, file_limit=20_000)
+    assert "checkpoint" in line and "large" in line.lower()
+    same(out, straight, 6)
+    assert not (out / "checkpoints/step_000007").exists()
+    run("g2rpo", *more)
+    assert [r["iteration"] for r in metrics_of(out)][-2:] == [7, 8]
+
+
+def test_a_damaged_model_is_refused_in_one_line(tiny_flux, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_flux, folder)
+    options = ["--preset", "tiny", "--model", folder, "--rewards", "own_rewards:brightness"]
+    options += ["--eval-rewards", "--eval-every", 0, "--out", tmp_path / "run"]
+    weights = folder / "transformer/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert str(folder) in refused("g2rpo", *options)
+    (folder / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    assert "KandinskyPipeline" in refused("g2rpo", *options)
+    (folder / "model_index.json").write_text("{")
+    assert str(folder) in refused("g2rpo", *options)
+
+
+def test_size_must_suit_the_model(tmp_path, tiny_flux):
+    options = ["--preset", "tiny", "--model", tiny_flux, "--rewards", "own_rewards:brightness"]
+    options += ["--eval-rewards", "--eval-every", 0, "--out", tmp_path / "run", "--height", 33]
+    assert "multiples of 8" in refused("g2rpo", *options)
+
+
+def test_tiny_preset_end_to_end(tmp_path):
+    """The laptop's run in small: the shipped models, three rewards' worth of scores, an export."""
+    out = tmp_path / "run"
+    few = ["--iterations", 2, "--prompts-per-step", 2, "--group-size", 4, "--eval-count", 10]
+    run("g2rpo", "--preset", "tiny", *few, "--eval-steps", 4, "--eval-every", 2, "--out", out)
+    rows = metrics_of(out)
+    scores = {f"eval/{name}" for name in ("shapes", "shapes_strict", "hps", "clip")}
+    assert scores <= set(rows[0]) and [r["iteration"] for r in rows] == [0, 1, 2, 2]
+    assert rows[0] != rows[3] and rows[1]["groups_without_spread/clip"] == 0
+    assert (out / "export/transformer/diffusion_pytorch_model.safetensors").exists()
+    assert (out / "before_after.png").exists()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_reward_rises_on_the_toy(tmp_path, seed):
+    out = tmp_path / "run"
+    run("g2rpo", "--preset", "toy", "--seed", seed, "--iterations", 25, "--eval-every", 25,
+        "--no-export", "--out", out)  # fmt: skip
+    rows = metrics_of(out)
+    before, after = (r["eval/mode"] for r in rows if "eval/mode" in r)
+    assert after > before + 0.05, (before, after)
