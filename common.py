@@ -273,7 +273,8 @@ class Run:
         self.reward = load_rewards(cfg.rewards, cfg.reward_weights, cfg, self.device)
         self.eval_reward = load_rewards(cfg.eval_rewards, (), cfg, self.device)
         self.policy = load_policy(cfg, self.device, dtype, empty=self.rank > 0)
-        distribute(self.policy, cfg, self.device, dtype, getattr(cfg, "reference", "") == "copy")
+        needs_copy = getattr(cfg, "beta", 0) > 0 and cfg.reference == "copy"
+        distribute(self.policy, cfg, self.device, dtype, needs_copy)
         if cfg.activation_checkpointing and hasattr(
             self.policy.transformer, "enable_gradient_checkpointing"
         ):
