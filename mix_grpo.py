@@ -22,7 +22,6 @@ Departures from the paper (NOTES.md says more):
 """
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -94,11 +93,12 @@ PRESETS = {
     "flash_star": dict(flash=0.2, tau=20, strategy="frozen"),
     "tiny": TINY | dict(
         rewards=("hps", "clip"), prompts_per_step=16, sampling_steps=8, group_size=8, window_size=2,
-        tau=10, clip_range=1e-3, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
+        tau=10, clip_range=1e-3, lr=1e-4, iterations=100, eval_every=20, eval_steps=8,
+        save_every=20,
     ),
     "toy": TOY | dict(
-        prompts_per_step=16, sampling_steps=10, group_size=8, window_size=2, tau=5, clip_range=1e-2,
-        lr=1e-3, iterations=60, eval_every=10, eval_steps=10, save_every=0,
+        prompts_per_step=16, sampling_steps=10, group_size=8, window_size=2, tau=5, lr=1e-3,
+        clip_range=1e-2, iterations=60, eval_every=10, eval_steps=10, save_every=0,
     ),
 }  # fmt: skip
 
@@ -158,7 +158,7 @@ def window(iteration: int, cfg: Config) -> list[int]:
     at = iteration % ends[-1]
     if cfg.strategy == "random":
         at = int(torch.randint(ends[-1], (), generator=generator(cfg.seed, "window", iteration)))
-    first = bisect_right(ends, at)
+    first = sum(end <= at for end in ends)
     return list(range(first, first + cfg.window_size))
 
 
