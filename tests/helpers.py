@@ -203,7 +203,7 @@ def command(script: str, *args, nproc: int = 1) -> list[str]:
 
 
 def run_script(
-    script: str, *args, nproc: int = 1, cwd=ROOT, timeout: float = 300, **env: str
+    script: str, *args, nproc: int = 1, cwd=ROOT, timeout: float = 900, **env: str
 ) -> subprocess.CompletedProcess:
     """Run a script to its end: .returncode, .stdout, .stderr (texts). env: extra variables."""
     return subprocess.run(
@@ -260,7 +260,8 @@ def _child(script: str, argv: list[str], env: dict, cwd: str, streams: list[str]
     sys.argv = [f"{script}.py", *argv]
     torch.set_num_threads(1)
     module = importlib.import_module(script)
-    module.launch(module.train, options.parse(module.Config, module.PRESETS, argv))
+    main = getattr(module, "train", None) or module.evaluate
+    module.launch(main, options.parse(module.Config, module.PRESETS, argv))
 
 
 class Fork:
@@ -286,7 +287,7 @@ class Fork:
             process.start()
             self.processes.append(process)
 
-    def finish(self, timeout: float = 120) -> Finished:
+    def finish(self, timeout: float = 900) -> Finished:
         """Wait for the end."""
         end = time.monotonic() + timeout
         while any(p.exitcode is None for p in self.processes) and not self._failed():
