@@ -1,8 +1,8 @@
 """What no paper's algorithm box mentions, once for all of them: noise levels, integration of the
-ODE, prompts, and the run: seeds, optimiser step, metrics, pictures, checkpoints, resume.
+ODE, and the run: seeds, optimiser step, metrics, pictures, checkpoints, resume.
 
-One path serves one CPU process and sixteen GPUs: every transformer is sharded with FSDP2 over all
-processes."""
+One path serves one CPU process and sixteen GPUs: a transformer is sharded with FSDP2 over all
+processes, or its adapters are averaged by one collective."""
 
 import contextlib
 import hashlib
@@ -11,22 +11,16 @@ import math
 import os
 import pathlib
 import shutil
-import sys
-import time
-import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib import metadata
+from importlib import util
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import PartialState
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,8 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from options import RunOptions, UserError, fail, flag
-from policies import distribute, fetch_pipeline, load_policy
+from options import RunOptions, UserError, flag
+from policies import check_pipeline, distribute, load_policy
+from process import Meter, quiet, seconds_now, start_process, versions, write_atomically
 from prompts import load_prompts
 
 START = -1  # the "step" whose noise is x_1 itself
@@ -128,35 +123,6 @@ def most(n: int) -> int:
     return max(every)
 
 
-class Meter:
-    """Counts calls and seconds of functions under a name: Meter().count("decode", f) is f,
-    counted."""
-
-    def __init__(self):
-        self.samples, self.seconds = Counter(), defaultdict(float)
-
-    def count(self, name: str, function: Callable) -> Callable:
-        """Wrap a function whose first argument is a batch."""
-
-        def counted(x, *args, **kwargs):
-            start = time.perf_counter()
-            out = function(x, *args, **kwargs)
-            key = name + "_trained" if torch.is_grad_enabled() and name == "network" else name
-            self.samples[key] += len(x)
-            self.seconds[key] += time.perf_counter() - start
-            return out
-
-        return counted
-
-    def pop(self) -> dict[str, float]:
-        """The counts since the last pop, as metrics."""
-        out = {f"calls/{k}": n for k, n in self.samples.items()}
-        out |= {f"seconds/{k}": s for k, s in self.seconds.items()}
-        self.samples.clear()
-        self.seconds.clear()
-        return out
-
-
 def preflight(cfg: RunOptions, algorithm: str) -> None:
     """Everything that can be refused before a model is loaded; raises UserError."""
     from rewards import missing_rewards
@@ -171,18 +137,9 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
         )
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    problems = missing_rewards((*cfg.rewards, *cfg.eval_rewards), cfg)
-    for fetch, source in (
-        (fetch_pipeline, cfg.model),
-        (load_prompts, cfg.prompts),
-        (load_prompts, cfg.eval_prompts),
-    ):
-        try:
-            source == "toy" or fetch(source)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("; ".join(dict.fromkeys(problems)))
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if gpus and cfg.device != "cpu" and local > gpus:
+        raise UserError(f"{local} processes share {gpus} GPUs here: pass --nproc_per_node={gpus}")
     out, checkpoint = out_folder(cfg, algorithm), find_checkpoint(cfg, algorithm)
     taken = (out / "config.json").exists()
     if (
@@ -203,6 +160,20 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
         raise UserError(f"--out {out} cannot be made: {error.strerror}") from None
     if not os.access(out, os.W_OK):
         raise UserError(f"--out {out} is not writable")
+    absent = [name for name in cfg.trackers if util.find_spec(name) is None]
+    problems = [f"--trackers {name}: get it with `pip install {name}`" for name in absent]
+    problems += missing_rewards((*cfg.rewards, *cfg.eval_rewards), cfg)
+    for fetch, source in (
+        (check_pipeline, cfg),
+        (load_prompts, cfg.prompts),
+        (load_prompts, cfg.eval_prompts),
+    ):
+        try:
+            fetch(source)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(dict.fromkeys(problems)))
 
 
 def out_folder(cfg: RunOptions, algorithm: str) -> pathlib.Path:
@@ -231,13 +202,17 @@ def find_checkpoint(cfg: RunOptions, algorithm: str) -> pathlib.Path | None:
 FREE = {
     "iterations", "out", "resume", "preset", "device", "rollout_batch", "train_batch",
     "decode_batch", "eval_every", "eval_rewards", "picture_count", "save_every",
-    "keep_checkpoints", "export", "trackers", "activation_checkpointing",
+    "keep_checkpoints", "export", "trackers", "activation_checkpointing", "judge_servers",
+    "judge_timeout", "judge_retries", "judge_parallel",
 }  # fmt: skip
 
 
 def check_same_run(cfg: RunOptions, algorithm: str, record: pathlib.Path) -> None:
     """Refuse to continue a run of another algorithm, schedule or setting than `record` tells of."""
-    saved = json.loads(record.read_text())
+    try:
+        saved = json.loads(record.read_text())
+    except ValueError:
+        raise UserError(f"{record} is damaged: resume from another checkpoint") from None
     if saved["algorithm"] != algorithm:
         raise UserError(f"{record.parent} is a run of {saved['algorithm']}, not of {algorithm}")
     now = json.loads(json.dumps(asdict(cfg)))
@@ -255,7 +230,7 @@ class Run:
     """A training run: model, rewards, optimiser, and the folder it leaves behind.
 
     The noise of step i of member g of prompt p at iteration n is a function of (seed, n, p, g, i)
-    alone, so neither rank nor world size, micro-batch or resume changes a run."""
+    alone, so neither rank nor world size, micro-batch or resume changes a run, up to rounding."""
 
     def __init__(self, cfg: RunOptions, algorithm: str):
         preflight(cfg, algorithm)
@@ -288,7 +263,13 @@ class Run:
         )
         self.updates = 0
         self.ema = {k: p.detach().clone() for k, p in self.parameters.items() if cfg.ema_decay}
-        checkpoint = find_checkpoint(cfg, algorithm)
+        checkpoint, every = find_checkpoint(cfg, algorithm), [None] * self.world
+        dist.all_gather_object(every, str(checkpoint))
+        if len(set(every)) > 1:
+            raise UserError(f"--out {self.out} must be on storage that all machines share")
+        # What no option tells and yet must not change when a run is continued.
+        texts = json.dumps([self.train_prompts, self.held_out]).encode()
+        self.facts = {"compute": str(dtype), "prompt_texts": hashlib.sha256(texts).hexdigest()}
         if checkpoint:
             self.load(checkpoint)
         self._open_folder()
@@ -340,6 +321,8 @@ class Run:
         bar.close()
         if cfg.export:
             self.export()
+        for tracker in self.trackers:
+            tracker.finish()
 
     def optimizer_step(self) -> float:
         """Clip the gradient norm, update, forget the gradients; returns the norm before
@@ -382,9 +365,8 @@ class Run:
     @contextlib.contextmanager
     def clock(self, phase: str):
         """Add the seconds spent inside to the metric seconds/phase."""
-        start = time.perf_counter()
-        yield
-        self.meter.seconds[phase] += time.perf_counter() - start
+        with self.meter.clock(phase):
+            yield
 
     def log(self, metrics: dict[str, float]) -> None:
         """Collect this process's metrics of the current iteration."""
@@ -401,13 +383,19 @@ class Run:
         are maxima, everything else is a mean."""
         every = [None] * self.world
         cost = {"calls/reward": self.reward.calls, "seconds/reward": self.reward.seconds}
+        cost |= {f"calls/truncated/{k}": n for k, n in self.reward.truncated.items() if n}
         self.reward.calls, self.reward.seconds = 0, 0.0
         dist.all_gather_object(every, self.record | cost | self.meter.pop())
         joined = {"iteration": self.iteration}
         for key in every[0]:
             values = [r[key] for r in every]
             join = sum if key.startswith("calls/") else max if key.endswith("_max") else fmean
-            joined[key] = join(values)
+            values = [v for v in values if not math.isnan(v)]  # of processes with a score at all
+            if values:
+                joined[key] = join(values)
+        lost = [name for name in self.reward.names if f"reward/{name}" not in joined]
+        if lost:
+            raise UserError(f"no sample of iteration {self.iteration} got a score of {lost[0]}")
         self.record, self.last = {}, joined
         self._append(joined)
 
@@ -428,33 +416,34 @@ class Run:
         iteration and algorithm. Each process takes every world-th prompt; all make the same number
         of network calls (a sharded network needs all of them), so the last ones may repeat a
         prompt."""
-        cfg, start = self.cfg, time.perf_counter()
+        cfg, start = self.cfg, seconds_now()
         sigmas = sigma_schedule(cfg.eval_steps, cfg.shift, cfg.schedule)
         mine = range(self.rank, len(self.held_out), self.world)
-        most = len(range(0, len(self.held_out), self.world))
+        share = len(range(0, len(self.held_out), self.world))
         scores, images = {}, {}
-        for j in range(0, most, cfg.rollout_batch):
+        for j in range(0, share, cfg.rollout_batch):
             real = list(mine[j : j + cfg.rollout_batch])
-            index = (real + [0] * cfg.rollout_batch)[: min(cfg.rollout_batch, most - j)]
+            index = (real + [0] * cfg.rollout_batch)[: min(cfg.rollout_batch, share - j)]
             x = self.policy.noise([generator("evaluation", k) for k in index])
             cond = self.policy.encode([self.held_out[k] for k in index])
             x0 = ode_sample(self.policy, x, cond, sigmas, cfg.rollout_batch)
-            picture = self.policy.decode(x0)[: len(real)]
-            if real:
-                score = self.eval_reward(picture, [self.held_out[k] for k in real])
-                scores |= dict(zip(real, score.T.tolist(), strict=True))
+            for k in torch.arange(len(real)).split(cfg.decode_batch):
+                some = [real[m] for m in k]
+                picture = self.policy.decode(x0[k])
+                score = self.eval_reward(picture, [self.held_out[m] for m in some])
+                scores |= dict(zip(some, score.T.tolist(), strict=True))
                 images |= {
-                    k: im.cpu() for k, im in zip(real, picture, strict=True) if k in self.shown
+                    m: im.cpu() for m, im in zip(some, picture, strict=True) if m in self.shown
                 }
         every = [None] * self.world
         dist.all_gather_object(every, (scores, images))
         self.meter.pop()
         scores = {k: v for part in every for k, v in part[0].items()}
         table = torch.tensor([scores[k] for k in range(len(self.held_out))])
-        record = {"iteration": self.iteration, "seconds/evaluation": time.perf_counter() - start}
+        record = {"iteration": self.iteration, "seconds/evaluation": seconds_now() - start}
         record |= {
             f"eval/{name}": float(m)
-            for name, m in zip(self.eval_reward.names, table.mean(0), strict=True)
+            for name, m in zip(self.eval_reward.names, table.nanmean(0), strict=True)
         }
         self._append(record)
         if self.rank == 0:
@@ -495,20 +484,19 @@ class Run:
         dist.barrier()
         if self.rank == 0:
             (self.out / "checkpoints").mkdir(exist_ok=True)
-            for partial in (self.out / "checkpoints").glob(
-                ".partial_*"
-            ):  # of a run that was killed
+            for partial in (self.out / "checkpoints").glob(".partial_*"):  # its run was killed
                 shutil.rmtree(partial)
-            ids = self.reward.model_ids | self.eval_reward.model_ids
-            about = {
-                "algorithm": self.algorithm,
-                "config": asdict(self.cfg),
-                "derived": self.cfg.derived(),
-            }
-            about |= {"rewards": ids, "processes": self.world, "versions": versions()}
-            about["sigmas"] = sigma_schedule(
-                self.cfg.sampling_steps, self.cfg.shift, self.cfg.schedule
-            ).tolist()
+            for later in checkpoints(self.out):  # of a run that is continued from before them
+                if int(later.name[5:]) > self.iteration:
+                    shutil.rmtree(later)
+            cfg, sigmas = (
+                self.cfg,
+                sigma_schedule(self.cfg.sampling_steps, self.cfg.shift, self.cfg.schedule).tolist(),
+            )
+            about = {"algorithm": self.algorithm, "config": asdict(cfg), "derived": cfg.derived()}
+            about["rewards"] = self.reward.model_ids | self.eval_reward.model_ids
+            about |= {"processes": self.world, "versions": versions(), "sigmas": sigmas}
+            about |= self.facts
             write_atomically(self.out / "config.json", json.dumps(about, indent=1))
             metrics = self.out / "metrics.jsonl"
             rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
@@ -517,12 +505,18 @@ class Run:
             ]
             write_atomically(metrics, "".join(kept if self.iteration else []))
             print(f"{self.algorithm} on {self.device.type} ×{self.world}, {self.out}")
-            print("  " + "  ".join(f"{k} {v}" for k, v in self.cfg.derived().items()))
+            print("  " + "  ".join(f"{k} {v}" for k, v in cfg.derived().items()))
+            print("  levels " + " ".join(f"{s:.4g}" for s in sigmas))
         trackers = {"tensorboard": TensorBoardTracker, "wandb": WandBTracker}
         for name in self.cfg.trackers:
             extra = {"logging_dir": self.out} if name == "tensorboard" else {"dir": self.out}
             self.trackers.append(trackers[name](f"{self.algorithm}-{self.cfg.preset}", **extra))
             self.trackers[-1].start()
+            options = {
+                k: " ".join(map(str, v)) if isinstance(v, tuple) else v
+                for k, v in asdict(self.cfg).items()
+            }
+            self.trackers[-1].store_init_configuration(options)
 
     def _state(self) -> dict:
         """What a checkpoint holds of the trained weights: sharded, or each adapter once."""
@@ -544,7 +538,6 @@ class Run:
             about = json.loads((self.out / "config.json").read_text())
             about |= {"iteration": self.iteration, "updates": self.updates}
             write_atomically(partial / "run.json", json.dumps(about, indent=1))
-            shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             if self.cfg.keep_checkpoints:
                 for old in checkpoints(self.out)[: -self.cfg.keep_checkpoints]:
@@ -554,13 +547,16 @@ class Run:
 
     def load(self, checkpoint: pathlib.Path) -> None:
         """Continue from a checkpoint, whatever number of processes wrote it."""
+        about = json.loads((checkpoint / "run.json").read_text())
+        for name, fact in self.facts.items():
+            if about[name] != fact:
+                raise UserError(f"{checkpoint}: its {name} was {about[name]}, now it is {fact}")
         state, model = self._state(), self.policy.transformer
         dcp.load(state, checkpoint_id=checkpoint)
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(model, state["model"], options=options)
         set_optimizer_state_dict(model, self.optimizer, state["optimizer"], options=options)
         self.ema = state["ema"]
-        about = json.loads((checkpoint / "run.json").read_text())
         self.iteration, self.updates = about["iteration"], about["updates"]
 
     def export(self) -> None:
@@ -574,63 +570,3 @@ class Run:
             if self.rank == 0:  # inside: the state may share memory with the weights
                 self.policy.export(state, self.out / "export")
         dist.barrier()
-
-
-def quiet() -> None:
-    """Silence the libraries' loading bars, and a warning that concerns in-place writes to the
-    output of a sharded block: there are none here."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-
-
-def start_process(cfg: RunOptions) -> tuple[torch.device, torch.dtype]:
-    """Join the process group (torchrun's, accelerate's, or one of a single process) and seed torch.
-
-    Returns this process's device and the dtype of the network's compute."""
-    state = PartialState(cpu=cfg.device == "cpu" or not torch.cuda.is_available())
-    if (
-        not dist.is_initialized()
-    ):  # FSDP needs a group even for one process; this store needs no port
-        backend = "nccl" if state.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    dist.barrier()
-    torch.manual_seed(cfg.seed)
-    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and state.device.type == "cuda")
-    return state.device, torch.bfloat16 if bf16 else torch.float32
-
-
-def versions() -> dict[str, str]:
-    names = ("torch", "diffusers", "transformers", "open_clip_torch", "accelerate", "peft")
-    return {name: metadata.version(name) for name in names}
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def launch(train: Callable, cfg: RunOptions) -> None:
-    """train(cfg); an error the user can put right becomes one line and exit status 2."""
-    try:
-        train(cfg)
-    except OSError as error:
-        fail(
-            UserError(f"{error.filename or 'system'}: {error.strerror or error}"),
-            dist.is_initialized(),
-        )
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        fail(UserError(f"a checkpoint cannot be written or read: {first}"), alone=True)
-    except UserError as error:
-        fail(error, alone=dist.is_initialized())
-    except KeyboardInterrupt:
-        print("interrupted: --resume auto continues from the last checkpoint", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()

@@ -108,12 +108,12 @@ from common import (  # noqa: E402
     Run,
     batched_velocity,
     decode_and_score,
-    launch,
     most,
     ode_step,
     sigma_schedule,
     spread,
 )
+from process import launch  # noqa: E402
 
 TIMESTEPS = -2  # the "step" whose generator draws which steps a sample trains
 

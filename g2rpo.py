@@ -112,11 +112,11 @@ from common import (  # noqa: E402
     Run,
     batched_velocity,
     decode_and_score,
-    launch,
     ode_step,
     sigma_schedule,
     spread,
 )
+from process import launch  # noqa: E402
 
 
 def sde_step(x, v, t, s, eta, t1, *, noise=None, x_next=None):

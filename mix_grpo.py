@@ -114,11 +114,11 @@ from common import (  # noqa: E402
     batched_velocity,
     decode_and_score,
     generator,
-    launch,
     ode_step,
     sigma_schedule,
     spread,
 )
+from process import launch  # noqa: E402
 
 
 def sde_step(x, v, t, s, eta, t1, *, noise=None, x_next=None):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,8 +32,9 @@ def fetch_pipeline(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
-        return snapshot_download(model, allow_patterns=patterns)
+        wanted = ["*.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
+        others = ["text_encoders/*"]  # SD3.5's copies for other programs
+        return snapshot_download(model, allow_patterns=wanted, ignore_patterns=others)
     except Exception as error:
         raise UserError(
             f"model {model} is not in the local cache and could not be downloaded "
@@ -247,10 +249,17 @@ def decode_latents(pipe, z: Tensor) -> Tensor:
 def load_transformer(cls, folder: str, empty: bool):
     """A diffusers transformer in fp32: with its weights on the CPU, or `empty` on the meta
     device."""
-    if not empty:
-        return cls.from_pretrained(folder, subfolder="transformer", dtype=torch.float32)
-    with torch.device("meta"):
-        return cls.from_config(cls.load_config(folder, subfolder="transformer"))
+    if empty:
+        with torch.device("meta"):
+            return cls.from_config(cls.load_config(folder, subfolder="transformer")).eval()
+    model, loading = cls.from_pretrained(
+        folder, subfolder="transformer", dtype=torch.float32, output_loading_info=True
+    )
+    if loading["missing_keys"]:
+        raise UserError(
+            f"{folder}/transformer lacks weights: {sorted(loading['missing_keys'])[0]} …"
+        )
+    return model
 
 
 def export_transformer(policy, state: dict[str, Tensor], folder: pathlib.Path) -> None:
@@ -275,25 +284,48 @@ def export_transformer(policy, state: dict[str, Tensor], folder: pathlib.Path) -
     whole.save_pretrained(folder / "transformer")
 
 
+def model_index(folder: str) -> dict:
+    """The contents of a pipeline folder, every part of which must be there; raises UserError."""
+    try:
+        index = json.loads((pathlib.Path(folder) / "model_index.json").read_text())
+    except ValueError as error:
+        raise UserError(f"model {folder}: unreadable model_index.json: {error}") from None
+    parts = {k: v for k, v in index.items() if isinstance(v, list) and v[0] is not None}
+    absent = [k for k in parts if not any((pathlib.Path(folder) / k).glob("*"))]
+    if absent:
+        raise UserError(f"model {folder} is incomplete: {', '.join(sorted(absent))} is missing")
+    if index.get("_class_name") not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(
+            f"model {folder} is a {index.get('_class_name')}: it must be one of {known}"
+        )
+    return index
+
+
+def check_pipeline(cfg: RunOptions) -> None:
+    """Refuse a model that is missing, incomplete or of another family, before anything is
+    loaded."""
+    if cfg.model != "toy":
+        model_index(fetch_pipeline(cfg.model))
+    elif cfg.lora_rank:
+        raise UserError("--lora-rank: the 2-D toy takes no adapters; train it with --lora-rank 0")
+
+
 def load_policy(cfg: RunOptions, device, dtype=torch.float32, empty: bool = False):
     """The policy of cfg.model: the class that its model_index.json names, or the 2-D toy."""
     if cfg.model == "toy":
         from toy.flow2d import ToyPolicy
 
         return ToyPolicy(cfg, device, dtype, empty)
-    file = pathlib.Path(fetch_pipeline(cfg.model)) / "model_index.json"
+    index = model_index(fetch_pipeline(cfg.model))
     try:
-        index = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"model {cfg.model}: unreadable model_index.json: {error}") from None
-    families = {"FluxPipeline": FluxPolicy, "StableDiffusion3Pipeline": SD3Policy}
-    if index.get("_class_name") not in families:
-        raise UserError(
-            f"model {cfg.model} is a {index.get('_class_name')}: it must be one of "
-            f"{', '.join(families)}"
-        )
-    return families[index["_class_name"]](cfg, device, dtype, empty)
+        return FAMILIES[index["_class_name"]](cfg, device, dtype, empty)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"model {cfg.model} cannot be loaded: {reason}") from error
 
+
+FAMILIES = {"FluxPipeline": FluxPolicy, "StableDiffusion3Pipeline": SD3Policy}
 
 # The projections of attention, the text side's included (Flow-GRPO's choice for SD3).
 LORA_TARGETS = [
@@ -317,6 +349,9 @@ def add_lora(policy, rank: int, alpha: float, dtype) -> None:
     for parameter in policy.transformer.parameters():
         parameter.requires_grad_(False).data = parameter.data.to(dtype)
     policy.transformer.add_adapter(config)
+    for parameter in policy.transformer.parameters():
+        if parameter.requires_grad:  # peft gives the adapters the dtype of their base
+            parameter.data = parameter.data.float()
 
 
 def replicate(module: torch.nn.Module, device) -> None:
@@ -338,7 +373,10 @@ def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], device, dt
     # The root reshards too: else writes to the shards after a no_grad forward are silently lost.
     kwargs = dict(mesh=mesh, reshard_after_forward=True)
     if dtype != torch.float32:
-        kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        # Inputs are not cast: levels and rotary embeddings stay fp32, as in plain diffusers.
+        kwargs["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for block in blocks:
         fully_shard(block, **kwargs)
     fully_shard(module, **kwargs)

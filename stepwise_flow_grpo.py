@@ -112,11 +112,11 @@ from common import (  # noqa: E402
     Run,
     batched_velocity,
     decode_and_score,
-    launch,
     ode_step,
     sigma_schedule,
     spread,
 )
+from process import launch  # noqa: E402
 
 
 def ddim_std(kind: str, t: float, s: float, a: float) -> float:
