@@ -428,13 +428,14 @@ def test_boxes_from_masks(monkeypatch, detector):
         (person, 0.5, (0, 0, 60, 80)),
         (mouse, 0.9, (12, 22, 28, 40)),  # inside the first: both keep their whole mask
         (remote, 0.33, (80, 85, 96, 96)),
-        (keyboard, 0.29, (5, 5, 50, 50)),
+        (keyboard, 0.32, (5, 5, 50, 50)),
+        (16, 0.29, (5, 5, 50, 50)),
         (79, 1.0, (0, 0, 0, 0)),  # sure, but without a pixel
     ])
     square, wide = pictures(1, 96, 96), pictures(1, 96, 192)
     for image, stretch in ((square, 1), (wide, 2)):
         (found,) = detector(image, [entry(DOG)])
-        assert list(found) == ["computer mouse", "person", "tv remote"]
+        assert list(found) == ["computer mouse", "person", "tv remote", "computer keyboard"]
         assert [o[:4] for o in found["computer mouse"]] == [
             [12 * stretch, 22, 28 * stretch, 40], [10 * stretch, 20, 30 * stretch, 44]]
         assert [o[4] for o in found["computer mouse"]] == pytest.approx([0.9, 0.4], abs=0.01)
@@ -467,6 +468,14 @@ def test_size_of_the_input(monkeypatch, detector, size, given, fed):
     assert seen[0].shape == (1, 3, *fed)
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(seen[0][0, :, 5, 5], (128 / 255 - mean) / std)
+
+
+def test_classes():
+    assert len(CLASSES) == len(set(CLASSES)) == 80
+    assert (CLASSES[0], CLASSES[16], CLASSES[62], CLASSES[79]) == (
+        "person", "dog", "tv", "toothbrush")
+    assert CLASSES[64:67] == ["computer mouse", "tv remote", "computer keyboard"]
+    assert not {"mouse", "remote", "keyboard"} & set(CLASSES)
 
 
 def test_default_size_is_mmdetections():
