@@ -10,7 +10,6 @@ import pytest
 import torch
 from flow_alone import PROMPTS, Reward, small
 from helpers import (
-    ROOT,
     Counting,
     PointReward,
     SmallPolicy,
@@ -272,20 +271,6 @@ def test_metrics():
     for i in range(5):
         size = (roll.rewards[0, ..., i + 1] - roll.rewards[0, ..., i]).abs().mean()
         assert found[f"gain_abs/a/{i}"] == pytest.approx(float(size))
-
-
-@pytest.fixture(scope="module")
-def tiny_sd3(tmp_path_factory):
-    """A StableDiffusion3Pipeline folder: the shipped one, or one of the same classes with random
-    weights."""
-    if (ROOT / "toy/tiny-sd3/model_index.json").exists():
-        return ROOT / "toy/tiny-sd3"
-    from toy import tiny_models
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models") / "tiny-sd3"
-    tiny_models.save_pipeline(tiny_models.new_sd3(tiny_models.new_vae()), folder)
-    return folder
 
 
 def tiny(method, folder, **changes):
