@@ -348,10 +348,17 @@ def add_lora(policy, rank: int, alpha: float, dtype) -> None:
     )
     for parameter in policy.transformer.parameters():
         parameter.requires_grad_(False).data = parameter.data.to(dtype)
+    cast_buffers(policy.transformer, dtype)
     policy.transformer.add_adapter(config)
     for parameter in policy.transformer.parameters():
         if parameter.requires_grad:  # peft gives the adapters the dtype of their base
             parameter.data = parameter.data.float()
+
+
+def cast_buffers(module: torch.nn.Module, dtype) -> None:
+    """Give the buffers (SD3's table of positions) the dtype that plain diffusers gives them."""
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(dtype)
 
 
 def replicate(module: torch.nn.Module, device) -> None:
@@ -381,6 +388,7 @@ def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], device, dt
         fully_shard(block, **kwargs)
     fully_shard(module, **kwargs)
     module.to_empty(device=device)
+    cast_buffers(module, dtype)
     set_model_state_dict(
         module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )

@@ -1,6 +1,8 @@
 """The policies against diffusers' own pipelines: same images, same weights after export, sharded or
 not."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from helpers import gradients, relative
+from safetensors.torch import load_file, save_file
 
 from common import generator, ode_sample, sigma_schedule
 from g2rpo import PRESETS, Config
@@ -255,3 +258,47 @@ def test_what_a_model_cannot_do_is_refused(family):
             load_policy(config(family, t5=False), CPU)
     with pytest.raises(UserError, match="--lora-rank"):
         add_lora(load_policy(config(family, model="toy"), CPU), 4, 8.0, torch.float32)
+
+
+def test_bf16_leaves_levels_and_rotary_angles_exact(family, process_group):
+    policy = load_policy(config(family), CPU, torch.bfloat16)
+    distribute(policy, policy.cfg, CPU, torch.bfloat16, reference=False)
+    levels, angles = [], []
+    time = policy.transformer.time_text_embed.time_proj
+    time.register_forward_pre_hook(lambda module, args: levels.append(args[0]))
+    policy.blocks()[0].register_forward_pre_hook(
+        lambda module, args, kwargs: angles.append(kwargs.get("image_rotary_emb")), with_kwargs=True
+    )
+    with torch.no_grad():
+        v = policy.velocity(start(policy), torch.full((2,), 45 / 46), policy.encode(PROMPTS))
+        plain = policy_of(family, torch.bfloat16)
+        alone = plain.velocity(start(plain), torch.full((2,), 45 / 46), plain.encode(PROMPTS))
+    assert relative(v, alone) < 1e-6  # what diffusers computes of the bf16 weights
+    if family[0] == "sd3":
+        exact = 1000 * torch.full((2,), 45 / 46)
+        assert all(u.dtype == torch.float32 and torch.equal(u, exact) for u in levels) and levels
+    else:
+        assert all(u.dtype == torch.float32 for pair in angles for u in pair) and angles
+
+
+def test_adapters_are_fp32_on_a_bf16_base(family, process_group):
+    policy = load_policy(config(family, lora_rank=4, lora_alpha=8.0), CPU, torch.bfloat16)
+    distribute(policy, policy.cfg, CPU, torch.bfloat16, reference=False)
+    dtypes = {(p.requires_grad, p.dtype) for p in policy.transformer.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    with torch.no_grad():
+        v = policy.velocity(start(policy), torch.full((2,), 0.5), policy.encode(PROMPTS))
+    assert v.isfinite().all()
+
+
+def test_incomplete_models_are_refused(family, tmp_path):
+    folder = shutil.copytree(family[1], tmp_path / "model")
+    file = folder / "transformer/diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["proj_out.bias"]
+    save_file(weights, file)
+    with pytest.raises(UserError, match="lacks weights"):
+        load_policy(config((family[0], folder)), CPU)
+    shutil.rmtree(folder / "tokenizer_2")
+    with pytest.raises(UserError, match="tokenizer_2 is missing"):
+        load_policy(config((family[0], folder)), CPU)
