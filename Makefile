@@ -15,4 +15,5 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	-$(VENV)/bin/python -m pip install --quiet --no-deps hpsv2 clint args  # only compared with
 	touch $@

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
+from einops import rearrange  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 
@@ -35,7 +36,7 @@ def grid(images: Sequence[Tensor], captions: Sequence[str], path: pathlib.Path) 
         for axis in axes.flat:
             axis.axis("off")
         for axis, image, caption in zip(axes.flat, images, captions, strict=False):
-            axis.imshow(image.permute(1, 2, 0).clamp(0, 1), interpolation="nearest")
+            axis.imshow(rearrange(image, "c h w -> h w c").clamp(0, 1), interpolation="nearest")
             short = caption if len(caption) < 80 else caption[:77] + "…"
             axis.set_title(short, fontsize=6, wrap=True)
     figure.tight_layout()

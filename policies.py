@@ -4,9 +4,11 @@ A policy offers encode, noise, velocity and decode; `transformer`, the module th
 `blocks`, what of it is sharded; and export. A new model family is a class with these methods and a
 line in `load_policy`."""
 
+import contextlib
 import copy
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -31,10 +33,16 @@ def fetch_pipeline(model: str) -> str:
         return model
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
+    others = ["text_encoders/*"]  # SD3.5's copies for other programs
+    choice = dict(allow_patterns=wanted, ignore_patterns=others)
+    with contextlib.suppress(OSError, UserError, ValueError):  # the cache, without a network
+        folder = snapshot_download(model, local_files_only=True, **choice)
+        model_index(folder)
+        return folder
+    print(f"{model} is not in the local cache: asking the hub …", file=sys.stderr, flush=True)
     try:
-        wanted = ["*.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
-        others = ["text_encoders/*"]  # SD3.5's copies for other programs
-        return snapshot_download(model, allow_patterns=wanted, ignore_patterns=others)
+        return snapshot_download(model, **choice)
     except Exception as error:
         raise UserError(
             f"model {model} is not in the local cache and could not be downloaded "

@@ -50,12 +50,15 @@ def fetch_dataset_file(source: str) -> str:
     cache."""
     if not source.startswith("hf://datasets/"):
         return source
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     parts = source.removeprefix("hf://datasets/").split("/", 2)
     if len(parts) < 3:
         raise UserError(f"prompt file {source}: must be hf://datasets/OWNER/NAME/FILE")
     owner, name, file = parts
+    found = try_to_load_from_cache(f"{owner}/{name}", file, repo_type="dataset")
+    if isinstance(found, str):
+        return found
     try:
         return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
     except Exception as error:
