@@ -16,6 +16,8 @@ import tokenize
 import typing
 from dataclasses import dataclass, fields
 
+ROOT = pathlib.Path(__file__).resolve().parent
+
 
 class UserError(Exception):
     """Something the user can put right. Its text is one line: what is wrong, and what would be
@@ -53,7 +55,7 @@ class RewardOptions(GenEvalOptions):
     judge_timeout: float = 60.0  # seconds for a whole answer of the judge
     judge_retries: int = 4  # after a time-out, 408, 429, 5xx or a lost connection
     judge_parallel: int = 16  # requests of one process at the same time
-    shapes_model: str = "toy/tiny-checker"  # the checker of the embedded world of shapes
+    shapes_model: str = f"{ROOT}/toy/tiny-checker"  # the checker of the embedded shapes world
 
     KNOWN_REWARDS: typing.ClassVar[tuple[str, ...]] = (
         "hps",
@@ -225,8 +227,6 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-ROOT = pathlib.Path(__file__).resolve().parent
-
 # The two small worlds that ship with the project; a preset adds its own numbers to one of them.
 TINY = dict(
     model=str(ROOT / "toy/tiny-flux"),
@@ -235,6 +235,10 @@ TINY = dict(
     height=32,
     width=32,
     max_sequence_length=12,
+    guidance=3.5,
+    lora_rank=0,
+    ema_decay=0.0,
+    rewards=("clip",),
     hps_model=str(ROOT / "toy/tiny-hps"),
     clip_model=str(ROOT / "toy/tiny-clip"),
     shapes_model=str(ROOT / "toy/tiny-checker"),
@@ -243,13 +247,6 @@ TINY = dict(
     rollout_batch=96,
     train_batch=64,
     decode_batch=128,
-)
-TINY_SD3 = TINY | dict(
-    model=str(ROOT / "toy/tiny-sd3"),
-    max_sequence_length=1,
-    rewards=("hps", "clip"),
-    lora_rank=0,
-    ema_decay=0.0,
 )
 TOY = dict(
     model="toy",

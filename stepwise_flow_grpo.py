@@ -24,7 +24,7 @@ Departures from the paper (NOTES.md says more):
 import math
 from dataclasses import dataclass
 
-from options import TINY_SD3, TOY, SD3Options, UserError, at_least, choices, parse
+from options import TINY, TOY, SD3Options, UserError, at_least, choices, parse
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Config(SD3Options):
 
 PRESETS = {
     "paper": {},
-    "tiny": TINY_SD3 | dict(
+    "tiny": TINY | dict(
         sampling_steps=8, group_size=8, prompts_per_step=16, members_per_update=4, clip_range=1e-3,
         beta=0.0, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
     ),
