@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict, fields
+from importlib import util
 from types import SimpleNamespace
 
 import numpy as np
@@ -256,6 +257,8 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(tmp_path, monkeypa
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
+    there = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: name != "wandb" and there(name) or None)
     out = str(tmp_path / "out")
     for changes, text in (
         (dict(prompts=str(tmp_path / "empty.txt")), "empty.txt is empty"),
@@ -269,6 +272,7 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(tmp_path, monkeypa
         (dict(out=str(tmp_path / "file")), "cannot be made"),
         (dict(out=str(tmp_path / "file" / "below")), "cannot be made"),
         (dict(resume=str(tmp_path / "folder")), "not a checkpoint"),
+        (dict(trackers=("wandb",)), "pip install wandb"),
     ):
         assert text in refusal(**(dict(out=out) | changes))
         assert not (tmp_path / "out").exists()
@@ -322,6 +326,16 @@ def full(tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+def test_checkpoints_of_an_abandoned_branch_go(tmp_path):
+    cfg = toy(out=str(tmp_path / "out"), eval_every=0)
+    run = Run(cfg, "g2rpo")
+    for run.iteration in (1, 2, 3):
+        run.save()
+    run = Run(toy(out=cfg.out, eval_every=0, resume=f"{cfg.out}/checkpoints/step_000001"), "g2rpo")
+    assert run.iteration == 1
+    assert [c.name for c in common.checkpoints(tmp_path / "out")] == ["step_000001"]
+
+
 def toy_loss(run):
     prompts = ["north", "west", "north-east"]
     x = torch.tensor([[0.3, -1.0], [1.0, 0.2], [0.0, 2.0]])
@@ -369,6 +383,29 @@ def test_averaged_weights_are_those_of_the_network(toy_run):
         with toy_run.averaged():
             torch.testing.assert_close(toy_loss(toy_run)[0], averaged)
         torch.testing.assert_close(toy_loss(toy_run)[0], trained)
+
+
+def test_evaluation_is_exact_and_repeatable(toy_run):
+    """Mean scores of every held-out prompt once, whatever the batches; twice the same."""
+    toy_run.cfg.rollout_batch = 100  # 256 prompts: the last batch is smaller
+    first, second = toy_run.evaluate(), toy_run.evaluate()
+    assert first["eval/mode"] == second["eval/mode"]
+    prompts = toy_run.held_out
+    assert len(prompts) == 256 and prompts[:8] == load_prompts(toy_run.cfg.eval_prompts)
+    with torch.no_grad(), toy_run.averaged():
+        x = toy_run.policy.noise([generator("evaluation", k) for k in range(256)])
+        cond, sigmas = toy_run.policy.encode(prompts), sigma_schedule(10, 3.0)
+        x0 = ode_sample(toy_run.policy, x, cond, sigmas, batch=256)
+    expected = toy_run.eval_reward(x0, prompts).mean()
+    assert first["eval/mode"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_ratios_far_from_one_are_warned_of(toy_run, capsys):
+    half = toy_run.cfg.clip_range / 2
+    for deviation, warned in ((0.0, False), (0.9 * half, False), (1.1 * half, True)):
+        toy_run.log({"ratio_deviation_max": deviation})
+        assert ("warning" in capsys.readouterr().out) == warned
+        assert toy_run.record["ratio_deviation_max"] == deviation
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(toy_run):

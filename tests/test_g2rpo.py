@@ -29,7 +29,7 @@ from g2rpo import (
     surrogate,
     update,
 )
-from policies import FluxPolicy
+from policies import FluxPolicy, SD3Policy
 from toy.flow2d import GaussianMixtureFlow
 
 PROMPTS = ["north", "a cat", "north", "two dogs"]  # a prompt may occur twice
@@ -437,10 +437,11 @@ def test_old_log_probabilities_stay_while_the_ratio_moves():
     assert second["loss"] < first["loss"]  # a small step up the surrogate
 
 
-def flux(folder, dtype=torch.float32, **changes) -> tuple[Config, FluxPolicy]:
+def model(kind, folder, dtype=torch.float32, **changes):
+    """A Config of few steps and a policy on a pipeline folder, all of it in `dtype`."""
     tiny = PRESETS["tiny"] | dict(model=str(folder), sampling_steps=4, group_size=2, steps=(0, 1))
     cfg = Config(**(tiny | changes))
-    policy = FluxPolicy(cfg, torch.device("cpu"), dtype)
+    policy = kind(cfg, torch.device("cpu"), dtype)
     policy.transformer.to(dtype)
     return cfg, policy
 
@@ -450,7 +451,7 @@ def test_ratio_is_one_before_the_first_update(tiny_flux, dtype):
     """Exactly where rollout and update see the same batches, else to 1e-6 in fp32."""
     prompts = [f"a red {shape}" for shape in ("circle", "square", "triangle")]
     for train_batch in (1, 2, 3):
-        cfg, policy = flux(tiny_flux, dtype, train_batch=train_batch, rollout_batch=4)
+        cfg, policy = model(FluxPolicy, tiny_flux, dtype, train_batch=train_batch, rollout_batch=4)
         roll = rollout(policy, PointReward(), prompts, cfg, noise_of())
         metrics = update(policy, roll, cfg, nothing)
         assert metrics["ratio_deviation_max"] == 0 and metrics["clipped"] == 0
@@ -460,9 +461,31 @@ def test_ratio_is_one_before_the_first_update(tiny_flux, dtype):
                 assert update(policy, roll, cfg, nothing)["ratio_deviation_max"] < 1e-6
 
 
+def test_ratio_is_one_under_guidance(tiny_sd3):
+    """Classifier-free guidance is the same function in rollout and update."""
+    for guidance in (4.5, 1.0):
+        own = dict(max_sequence_length=1, guidance=guidance, train_batch=2)
+        cfg, policy = model(SD3Policy, tiny_sd3, **own)
+        roll = rollout(policy, PointReward(), ["a red circle"] * 3, cfg, noise_of())
+        assert update(policy, roll, cfg, nothing)["ratio_deviation_max"] == 0
+        for cfg.train_batch in (1, 3):
+            assert update(policy, roll, cfg, nothing)["ratio_deviation_max"] < 1e-6
+
+
+def test_a_reward_without_spread_moves_nothing_and_skips_nothing():
+    """All processes make the same calls, whatever their rewards are."""
+    cfg, policy = small(), Counting(SmallPolicy())
+    flat = PointReward(scale=(0.0, 0.0))
+    roll = rollout(policy, flat, PROMPTS, cfg, noise_of())
+    assert (roll.adv == 0).all() and flat.pictures == policy.samples["decode"]
+    assert not gradient_of(cfg, roll, policy).any()
+    assert policy.samples["trained"] == len(cfg.sde_steps) * len(PROMPTS)
+    assert policy.samples["network"] == cfg.network_calls_per_prompt * len(PROMPTS)
+
+
 def test_gradient_of_the_network_does_not_depend_on_micro_batches(tiny_flux):
     prompts = [f"a {colour} circle" for colour in ("red", "green", "blue", "white")]
-    cfg, policy = flux(tiny_flux, torch.float64, train_batch=4)
+    cfg, policy = model(FluxPolicy, tiny_flux, torch.float64, train_batch=4)
     policy.transformer.double()
     plain = policy.noise
     policy.noise = lambda generators: plain(generators).double()

@@ -183,11 +183,13 @@ def test_a_failing_reward_ends_the_run_in_one_line(tmp_path, name, text):
 
 def test_failed_scores_can_be_masked(tmp_path):
     rewards = ["--rewards", "own_rewards:sometimes", "mode", "--reward-failure", "mask"]
-    options = ["--preset", "toy", *rewards, "--iterations", 2, "--eval-every", 0]
+    rewards += ["--eval-rewards", "own_rewards:sometimes", "--eval-count", 10]
+    options = ["--preset", "toy", *rewards, "--iterations", 2, "--eval-every", 2]
     run("g2rpo", *options, "--out", tmp_path / "run")
-    for row in metrics_of(tmp_path / "run"):
-        assert all(abs(value) < 1e9 for value in row.values())  # finite, too
-        assert row["grad_norm"] > 0
+    rows = metrics_of(tmp_path / "run")
+    for row in rows:
+        assert all(abs(value) < 1e9 for value in row.values()), row  # finite, too
+    assert rows[1]["grad_norm"] > 0 and "eval/own_rewards:sometimes" in rows[0]
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(straight, tmp_path):
