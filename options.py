@@ -6,6 +6,7 @@ A Config is a dataclass with one option a line; the comment behind an option is 
 
 import argparse
 import difflib
+import functools
 import inspect
 import os
 import pathlib
@@ -266,6 +267,7 @@ TOY = dict(
 )
 
 
+@functools.cache
 def comments(cls) -> dict[str, str]:
     """The comment behind each field of a dataclass, its bases' included: field name -> text."""
     found = {}
