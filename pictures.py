@@ -3,6 +3,7 @@ metrics."""
 
 import json
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib
@@ -37,8 +38,7 @@ def grid(images: Sequence[Tensor], captions: Sequence[str], path: pathlib.Path) 
             axis.axis("off")
         for axis, image, caption in zip(axes.flat, images, captions, strict=False):
             axis.imshow(rearrange(image, "c h w -> h w c").clamp(0, 1), interpolation="nearest")
-            short = caption if len(caption) < 80 else caption[:77] + "…"
-            axis.set_title(short, fontsize=6, wrap=True)
+            axis.set_title(textwrap.fill(textwrap.shorten(caption, 80), 26), fontsize=6)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
