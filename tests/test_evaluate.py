@@ -475,11 +475,12 @@ def test_models_that_cannot_be_evaluated(tiny_flux, trained, prompts, tmp_path):
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_a_full_disk_ends_in_one_line_and_leaves_no_half_picture(tiny_flux, prompts, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_leaves_no_half_picture(tiny_flux, tmp_path):
     """RLIMIT_FSIZE stands for the disk's limit: there is room for a record, not for a picture."""
+    (prompts := tmp_path / "one.txt").write_text("a red circle")
     line = refused("evaluate", "--preset", "tiny", "--model", tiny_flux, "--prompts", prompts,
-                   "--rewards", OWN, "--steps", 2, "--out", tmp_path, file_limit=1000,
-                   **PATH)  # fmt: skip
+                   "--rewards", OWN, "--height", 64, "--width", 64, "--steps", 2, "--out", tmp_path,
+                   file_limit=1500, **PATH)  # fmt: skip
     assert "too large" in line.lower() and not list(tmp_path.rglob("*.png"))
 
 
