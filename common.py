@@ -154,12 +154,6 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
         check_same_run(
             cfg, algorithm, checkpoint / "run.json" if checkpoint else out / "config.json"
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}") from None
-    if not os.access(out, os.W_OK):
-        raise UserError(f"--out {out} is not writable")
     absent = [name for name in cfg.trackers if util.find_spec(name) is None]
     problems = [f"--trackers {name}: get it with `pip install {name}`" for name in absent]
     problems += missing_rewards((*cfg.rewards, *cfg.eval_rewards), cfg)
@@ -174,6 +168,12 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
             problems.append(str(error))
     if problems:
         raise UserError("; ".join(dict.fromkeys(problems)))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out} is not writable")
 
 
 def out_folder(cfg: RunOptions, algorithm: str) -> pathlib.Path:

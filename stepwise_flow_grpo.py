@@ -247,8 +247,8 @@ def rollout(policy, reward, prompts: list[str], cfg: Config, noise) -> Rollout:
 
 
 def estimates(policy, states, velocities, cond, cfg: Config) -> list[Tensor]:
-    """x̂_0 of the states i = 0 … T − 1, [P·m, …] each as their velocities: T' Euler steps of the ODE
-    at the levels t_i·(1 − j/T'). The first has the velocity that sampling computed."""
+    """x̂_0 of the states i = 0 … T − 1, [P·m, …] as their velocities each: T' Euler steps of the
+    ODE at the levels t_i·(1 − j/T'). The first has the velocity that sampling computed."""
     sigmas, n = sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule), cfg.estimate_steps
     x, v = torch.cat([x.flatten(0, 1) for x in states[:-1]]), torch.cat(velocities)
     who = torch.cat([owners(u, len(states[0])) for u in velocities])

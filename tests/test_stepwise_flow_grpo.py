@@ -123,7 +123,7 @@ def test_ddim_converges_at_first_order(a):
 
 
 def test_steps_are_as_printed():
-    """x_s = (1 − s)·x̂_0 + √(s² − σ²)·x̂_1 + σ·ε, at any level and s = 0 too; ancestral at a = 1."""
+    """x_s = (1 − s)·x̂_0 + √(s² − σ²)·x̂_1 + σ·ε, at any level, s = 0 too; ancestral at a = 1."""
     x, v, noise = normal(5, 4), normal(5, 4, seed=1), normal(5, 4, seed=2)
     for (t, s), a in itertools.product(((1.0, 0.9), (0.6, 0.5), (0.1, 0.0)), (0.0, 0.4, 1.0)):
         rho = s * (1 - t) / (t * (1 - s))
