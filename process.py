@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 import sys
 import time
 import warnings
@@ -112,6 +113,11 @@ def launch(train: Callable, cfg: RunOptions) -> None:
         fail(UserError(f"a checkpoint cannot be written or read: {first}"), alone=True)
     except UserError as error:
         fail(error, alone=dist.is_initialized())
+    except RuntimeError as error:
+        if not re.search("(closed|reset) by peer|Broken pipe", str(error)):
+            raise
+        time.sleep(20)  # another process ended and said why: the launcher now ends this one
+        fail(UserError("another process ended; its own line says why"), alone=True)
     except KeyboardInterrupt:
         print("interrupted: --resume auto continues from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
