@@ -153,6 +153,20 @@ def test_two_processes_under_torchrun_make_the_same_updates(straight, tmp_path):
                if "loss" in r)  # fmt: skip
 
 
+def test_two_processes_train_flux_alike(tmp_path, tiny_flux):
+    """Each sample alone in its calls, so that what differs is the order of sums."""
+    sizes = ["--prompts-per-step", 2, "--group-size", 3, "--sampling-steps", 4, "--steps", 0, 2]
+    sizes += ["--rollout-batch", 1, "--train-batch", 1, "--decode-batch", 1, "--iterations", 1]
+    options = ["--preset", "tiny", "--model", tiny_flux, *sizes, "--ema-decay", 0]
+    options += ["--rewards", "own_rewards:brightness", "--eval-rewards", "--eval-every", 0]
+    for nproc in (1, 2):
+        run("g2rpo", *options, "--no-export", "--out", tmp_path / str(nproc), nproc=nproc)
+    one, two = (first_moments(tmp_path / name, 1) for name in ("1", "2"))
+    assert one.norm() > 1e-3 and relative(two, one) < 1e-6
+    rows = [without_seconds(metrics_of(tmp_path / name))[0] for name in ("1", "2")]
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_sixteen_processes(tmp_path):
     out = tmp_path / "run"
