@@ -175,7 +175,7 @@ def make_pictures(cfg: Config, models, texts: list[str], device, dtype, out: Pat
         if not todo:
             continue
         pipe, rest = load_pipeline(cfg, model, device, dtype)
-        for batch in tqdm(todo[rank::world], model.name, unit="batch", disable=rank > 0):
+        for batch in tqdm(todo[rank::world], model.label, unit="batch", disable=rank > 0):
             keys = [("evaluation", k, batch.seed) if batch.seed else ("evaluation", k)
                     for k in batch.index]  # fmt: skip
             prompts, noise = [texts[k] for k in batch.index], [generator(*key) for key in keys]
@@ -240,7 +240,7 @@ def compare(cfg: Config, models, texts: list[str], out: Path) -> None:
         for k, model in itertools.product(shown, models):
             batch = Batch(steps, cfg.seeds[0], range(k, k + 1))
             images += read_pictures(batch.files(out / "pictures" / model.folder))
-            captions.append(f"{Path(model.name).name}: {texts[k]}")
+            captions.append(f"{model.label}: {texts[k]}")
         pictures.grid(images, captions, out / f"compare_{steps:03d}.png")
 
 

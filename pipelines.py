@@ -37,6 +37,12 @@ class Model(NamedTuple):
     id: str = ""  # with the commit or a hash of the files
     folder: str = "base"  # of its pictures
 
+    @property
+    def label(self) -> str:
+        """A short name: that of the run, where `name` is its export."""
+        path = Path(self.name)
+        return path.parent.name if path.name == "export" else path.name
+
 
 def find_trained(path: str, network) -> Model:
     """What --trained names: an export of a run (or the run's folder), the folder of a transformer
