@@ -7,6 +7,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pathlib
+import re
 import resource
 import socket
 import subprocess
@@ -215,6 +216,17 @@ def run_script(
 def metrics_of(out) -> list[dict]:
     """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").open()]
+
+
+def undocumented(rows: list[dict]) -> set[str]:
+    """The metrics in `rows` that the README's table of metrics does not explain."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("| metric | meaning |")[2]
+    table = text.partition("\n\n")[0]
+    names = re.findall("`(.*?)`", "".join(line.split("|")[1] for line in table.splitlines()[1:]))
+    pattern = re.escape("\n".join(names)).replace(r"\*", "NAME").replace("NAME", ".+")
+    pattern = pattern.replace("/i", r"/\d+").replace("\\\n", "|")
+    keys = {key for row in rows for key in row if key != "iteration"}
+    return {key for key in keys if not re.fullmatch(pattern, key)}
 
 
 def without_seconds(rows: list[dict]) -> list[dict]:

@@ -22,6 +22,7 @@ from helpers import (
     relative,
     run,
     run_script,
+    undocumented,
     without_seconds,
 )
 from safetensors.torch import load_file
@@ -54,6 +55,7 @@ def same(a: pathlib.Path, b: pathlib.Path, step: int) -> None:
 
 def test_files_that_a_run_leaves_behind(straight):
     rows = metrics_of(straight)
+    assert not undocumented(rows)
     assert [r["iteration"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
     assert [r["iteration"] for r in rows if "eval/mode" in r] == [0, 3, 6]
     about = json.loads((straight / "config.json").read_text())
@@ -205,6 +207,8 @@ def test_failed_scores_can_be_masked(tmp_path):
     for row in rows:
         assert all(abs(value) < 1e9 for value in row.values()), row  # finite, too
     assert rows[1]["grad_norm"] > 0 and "eval/own_rewards:sometimes" in rows[0]
+    lost = rows[1]["calls/failed/own_rewards:sometimes"]
+    assert lost == pytest.approx(rows[1]["calls/reward"] / 3, abs=2) and not undocumented(rows)
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(straight, tmp_path):
@@ -240,8 +244,9 @@ def test_size_must_suit_the_model(tmp_path, tiny_flux):
     assert "multiples of 8" in refused("g2rpo", *options)
 
 
-def test_tiny_preset_end_to_end(tmp_path):
+def test_tiny_preset_end_to_end(tmp_path, monkeypatch):
     """The laptop's run in small: the shipped models, all their scores, an export."""
+    monkeypatch.chdir(ROOT)
     out = tmp_path / "run"
     few = ["--iterations", 2, "--prompts-per-step", 2, "--group-size", 4, "--eval-count", 10]
     few += ["--eval-steps", 4, "--eval-every", 2, "--picture-count", 2]
@@ -251,6 +256,10 @@ def test_tiny_preset_end_to_end(tmp_path):
     assert scores <= set(rows[0]) and [r["iteration"] for r in rows] == [0, 1, 2, 2]
     assert rows[0] != rows[3] and rows[1]["groups_without_spread/clip"] == 0
     assert (out / "before_after.png").exists()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0].replace("runs/demo", str(out))
+    exec(code, names := {})  # the README's lines on how to use the export, from the top level
+    assert names["image"].size == (32, 32)
     state = checkpoint(out, 2)
     exported = load_file(out / "export/transformer/diffusion_pytorch_model.safetensors")
     assert len(exported) > 50 and all(
