@@ -382,10 +382,7 @@ class Run:
         """Join the processes' metrics and append them to metrics.jsonl: calls are added up, *_max
         are maxima, everything else is a mean."""
         every = [None] * self.world
-        cost = {"calls/reward": self.reward.calls, "seconds/reward": self.reward.seconds}
-        cost |= {f"calls/truncated/{k}": n for k, n in self.reward.truncated.items() if n}
-        self.reward.calls, self.reward.seconds = 0, 0.0
-        dist.all_gather_object(every, self.record | cost | self.meter.pop())
+        dist.all_gather_object(every, self.record | self.reward.pop() | self.meter.pop())
         joined = {"iteration": self.iteration}
         for key in every[0]:
             values = [r[key] for r in every]

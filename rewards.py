@@ -90,6 +90,20 @@ class Rewards:
         self.seconds += time.perf_counter() - start
         return scores
 
+    def pop(self) -> dict[str, float]:
+        """Calls and seconds, prompts cut at a limit and masked scores since the last pop, as
+        metrics: the same keys in every process, and no memory of earlier iterations."""
+        out = {"calls/reward": self.calls, "seconds/reward": self.seconds}
+        for name, scorer in self.scorers.items():
+            if hasattr(scorer, "too_long"):
+                out[f"calls/truncated/{name}"] = self.truncated[name]
+            if hasattr(scorer, "can_fail") and self.failure == "mask":
+                out[f"calls/failed/{name}"] = self.failed[name]
+            self.truncated[name], self.failed[name] = 0, 0
+            self._seen[name].clear()
+        self.calls, self.seconds = 0, 0.0
+        return out
+
     def _score(self, name: str, images: Tensor, prompts: list[str]) -> Tensor:
         scorer, mask = self.scorers[name], self.failure == "mask"
         self._count_truncated(name, prompts)

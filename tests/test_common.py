@@ -29,6 +29,7 @@ from common import (
 from g2rpo import PRESETS, Config
 from options import UserError
 from prompts import load_prompts
+from rewards import Rewards
 
 
 def toy(**changes) -> Config:
@@ -208,6 +209,28 @@ def test_meter_counts_samples_and_seconds():
     calls = {k: v for k, v in record.items() if k.startswith("calls/")}
     assert calls == {"calls/network": 3, "calls/network_trained": 2, "calls/decode": 4}
     assert all(record[f"seconds/{k[6:]}"] >= 0 for k in calls) and meter.pop() == {}
+
+
+def test_rewards_are_counted_per_iteration():
+    """A prompt over the limit once in each, so that a resumed run counts like any other."""
+
+    class Scorer:
+        model_id = "m"
+
+        def too_long(self, prompt):
+            return len(prompt) > 3
+
+        def __call__(self, images, prompts):
+            return images[:, 0, 0, 0]
+
+    rewards, images = Rewards({"a": Scorer()}), torch.rand(4, 3, 2, 2)
+    for _ in range(2):
+        rewards(images, ["long", "long", "longer", "no"])
+        rewards(images[:1], ["long"])
+        record = rewards.pop()
+        assert record.pop("seconds/reward") > 0
+        assert record == {"calls/reward": 5, "calls/truncated/a": 2}
+    assert rewards.pop() == {"calls/reward": 0, "calls/truncated/a": 0, "seconds/reward": 0}
 
 
 def saved_run(folder, cfg, algorithm="g2rpo", iteration=None):
