@@ -4,6 +4,7 @@ Most are forked from a server that has imported everything (helpers.Fork); those
 what a user types."""
 
 import json
+import math
 import operator
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from helpers import (
+    ALGORITHMS,
     ROOT,
     Fork,
     checkpoint,
@@ -265,6 +267,18 @@ def test_tiny_preset_end_to_end(tmp_path, monkeypatch):
     assert len(exported) > 50 and all(
         torch.equal(value, state[f"/ema/{name}"]) for name, value in exported.items()
     )
+
+
+def test_every_metric_is_explained(tmp_path):
+    """Each algorithm's, in the README; and none of them is lost in an iteration."""
+    short = ["--preset", "toy", "--iterations", 1, "--eval-every", 0, "--no-export"]
+    runs = {name: Fork(name, *short, "--out", tmp_path / name) for name in ALGORITHMS}
+    for name, one in runs.items():
+        ended = one.finish()
+        assert ended.returncode == 0, ended.stderr
+        rows = metrics_of(tmp_path / name)
+        assert len(rows) == 1 and not undocumented(rows), name
+        assert all(math.isfinite(value) for value in rows[0].values())
 
 
 def test_reward_rises_on_the_toy(tmp_path):
