@@ -303,6 +303,9 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(tmp_path, monkeypa
     assert "model_index.json" in both and "is empty" in both  # all that is missing, at once
     if not torch.cuda.is_available():
         assert "no GPU" in refusal(out=out, device="cuda")
+    with monkeypatch.context() as patched:  # root may write everywhere
+        patched.setattr(common.os, "access", lambda path, mode: False)
+        assert "is not writable" in refusal(out=out)
     for prompts, world, near in ((16, 3, "15 or 18"), (2, 4, "4 can"), (17, 16, "16 or 32")):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         assert near in refusal(out=out, prompts_per_step=prompts)

@@ -20,6 +20,7 @@ from g2rpo import PRESETS, Config
 from options import UserError
 from policies import FluxPolicy, SD3Policy, add_lora, distribute, load_policy
 
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 CPU = torch.device("cpu")
 PROMPTS = ["a red circle", "two blue squares and a green triangle"]
 FAMILIES = {  # policy, pipeline, transformer, text tokens, guidance
@@ -52,7 +53,7 @@ def pipeline_of(family, **parts):
     kind = FAMILIES[family[0]][1]
     if family[0] == "sd3":
         parts |= dict(text_encoder_3=None, tokenizer_3=None)
-    pipe = kind.from_pretrained(family[1], torch_dtype=torch.float32, **parts)
+    pipe = kind.from_pretrained(family[1], dtype=torch.float32, **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
