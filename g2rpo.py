@@ -19,7 +19,8 @@ Departures from the paper (NOTES.md says more):
     1. M = {0, …, T/2 − 1} as in the released script; the text has a step more (--trained-steps 9).
     2. Levels are counted from the image, 1 + mλ, without the printed end ⌊(k − 1)/λ⌋λ, which is not
        of that form; --count-from noise is the released code's counting.
-    3. States that several completions share are computed once, and the anchor's velocity serves all
+    3. The last step goes to x̂_0 without noise and is never trained.
+    4. States that several completions share are computed once, and the anchor's velocity serves all
        G members.
 
     laptop       python g2rpo.py --preset tiny
@@ -36,7 +37,7 @@ from options import TINY, TOY, RunOptions, UserError, at_least, choices, parse
 class Config(RunOptions):
     sampling_steps: int = 16  # T, steps of a trajectory (paper)
     shift: float = 3.0  # a, shift of the noise levels towards noise (released code)
-    guidance: float = 3.5  # FLUX's embedded guidance scale (paper)
+    guidance: float = 3.5  # FLUX's embedded scale (paper); with an SD3 model w of its guidance
     group_size: int = 12  # G, directions from one state (paper)
     trained_steps: int = 0  # |M|: steps 0 … |M| − 1 get noise, are trained (0: T/2, released code)
     steps: tuple[int, ...] = ()  # M as a list of steps i; wins over --trained-steps
@@ -171,9 +172,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     dtype, rewards = rewards.dtype, rewards.double()  # float32 would round small spreads away
     valid = ~rewards.isnan()
     diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
-    std = (
-        diff.square().sum(-1, keepdim=True) / (valid.sum(-1, keepdim=True) - 1).clamp(min=1)
-    ).sqrt()
+    count = valid.sum(-1, keepdim=True)
+    std = (diff.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     high = rewards.nan_to_num(-math.inf).amax(-1, keepdim=True)
     low = rewards.nan_to_num(math.inf).amin(-1, keepdim=True)
     adv = torch.where(high > low, diff / (std + 1e-8), 0.0)
@@ -210,11 +210,8 @@ def rollout(policy, reward, prompts: list[str], cfg: Config, noise) -> Rollout:
 
     The anchor is computed in the batches of the update, so that the ratio starts at exactly 1 in
     any precision."""
-    sigmas, P, G = (
-        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
-        len(prompts),
-        cfg.group_size,
-    )
+    sigmas = sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule)
+    P, G = len(prompts), cfg.group_size
     cond = policy.encode(prompts)
     x = policy.noise([noise(p, 0, START) for p in range(P)])
     states, directions, logp_old = [], [], []
@@ -222,12 +219,9 @@ def rollout(policy, reward, prompts: list[str], cfg: Config, noise) -> Rollout:
         v = batched_velocity(policy, x, sigmas[i], cond, cfg.train_batch)
         if i in cfg.sde_steps:
             eps = policy.noise([noise(p, g, i) for p in range(P) for g in range(G)])
-            group = [
-                u.repeat_interleave(G, 0) for u in (x, v)
-            ]  # all members share the state and its velocity
-            x_next, logp, _, _ = sde_step(
-                *group, sigmas[i], sigmas[i + 1], cfg.eta, sigmas[1], noise=eps
-            )
+            group = [u.repeat_interleave(G, 0) for u in (x, v)]  # one state and velocity for all
+            levels = sigmas[i], sigmas[i + 1], cfg.eta, sigmas[1]
+            x_next, logp, _, _ = sde_step(*group, *levels, noise=eps)
             states.append(x)
             directions.append(x_next)
             logp_old.append(logp.view(P, G))
@@ -250,11 +244,8 @@ def complete(policy, reward, directions, cond, prompts: list[str], cfg: Config) 
 
     directions: for each step of M the states [P·G, …]. Completions with a common prefix of levels
     share its states. Returns [R, J, P, K, G]."""
-    sigmas, P, G = (
-        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
-        len(prompts),
-        cfg.group_size,
-    )
+    sigmas = sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule)
+    P, G = len(prompts), cfg.group_size
     every = {i: [tuple(path) for path in paths(cfg, i)] for i in cfg.sde_steps}
     who = torch.arange(P).repeat_interleave(G)
     frontier = {(i + 1,): x for i, x in zip(cfg.sde_steps, directions, strict=True)}
@@ -282,20 +273,16 @@ def complete(policy, reward, directions, cond, prompts: list[str], cfg: Config) 
 def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, float]:
     """Maximise f = 1/G Σ_i 1/|M| Σ_k min(r·A, clip(r)·A): one forward/backward of x_k serves its
     whole group."""
-    sigmas, (K, P, G) = (
-        sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule),
-        roll.logp_old.shape,
-    )
+    sigmas = sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule)
+    K, P, G = roll.logp_old.shape
     norms, losses, ratios, first = [], [], [], []
     for k, i in enumerate(cfg.sde_steps):
         for p in torch.arange(P).split(cfg.train_batch):
             x, x_next = roll.x[k, p], roll.x_next[k, p].flatten(0, 1)
             v = batched_velocity(policy, x, sigmas[i], roll.cond, len(p), who=p)
             group = [u.repeat_interleave(G, 0) for u in (x, v)]
-            _, logp, _, _ = sde_step(
-                *group, sigmas[i], sigmas[i + 1], cfg.eta, sigmas[1], x_next=x_next
-            )
-            logp = logp.view(-1, G)
+            levels = sigmas[i], sigmas[i + 1], cfg.eta, sigmas[1]
+            logp = sde_step(*group, *levels, x_next=x_next)[1].view(-1, G)
             loss = surrogate(logp, roll.logp_old[k, p], roll.adv[p, k], cfg.clip_range)
             share = len(p) / P if cfg.update_per_step else len(p) / (P * K)
             (loss * share).backward()
@@ -306,7 +293,7 @@ def update(policy, roll: Rollout, cfg: Config, optimizer_step) -> dict[str, floa
             norms.append(optimizer_step())
     ratio = torch.cat(ratios)
     return {
-        "loss": sum(losses),
+        "loss": sum(losses) / len(norms),
         "grad_norm": sum(norms) / len(norms),
         "ratio_deviation_max": float((torch.cat(first) - 1).abs().max()),
         "clipped": float(((ratio - 1).abs() > cfg.clip_range).float().mean()),
