@@ -17,8 +17,7 @@ from toy import tiny_models as tiny
 
 
 def optimisers(modules: list[nn.Module], lr: float, muon: float) -> list[torch.optim.Optimizer]:
-    """AdamW; with `muon` > 0 that is the learning rate of Muon for the hidden layers' matrices,
-    which learn a transformer in about two thirds of the steps."""
+    """AdamW; with `muon` > 0 that is the learning rate of Muon for the hidden layers' matrices."""
     named = [(name, p) for module in modules for name, p in module.named_parameters()]
     edges = ("embed", "shared", "relative")  # tables and first layers; the last is "proj_out"
     hidden = [p for name, p in named if p.ndim == 2 and muon and not name.startswith("proj_out")
