@@ -14,6 +14,13 @@ def brightness(images, prompts):
     return flat.mean(1) + 0.1 * torch.sin(7 * flat.std(1))
 
 
+def tilt(images, prompts):
+    """How much brighter the left half is, in thousandths. The advantages of a group of two are then
+    ±1/√2, or ±1, whatever the rounding of the pictures."""
+    left, right = images.chunk(2, -1)
+    return 1000 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3)))
+
+
 def killed(images, prompts):
     """As brightness, but call number KILL_AT ends the process as a power cut would."""
     global calls

@@ -171,6 +171,43 @@ def test_two_processes_train_flux_alike(tmp_path, tiny_flux):
     assert rows[1] == pytest.approx(rows[0], rel=1e-5, abs=1e-6)
 
 
+ADAPTERS = [  # LoRA on SD3 with guidance, the base as the reference, an average of the adapters
+    "--preset", "tiny", "--lora-rank", 4, "--lora-alpha", 10, "--beta", 0.1, "--ema-decay", 0.5,
+    "--ema-every", 1, "--lr", 1e-3, "--prompts-per-step", 2, "--group-size", 2,
+    "--sampling-steps", 4, "--members-per-update", 1, "--eval-rewards", "--eval-every", 0,
+    "--save-every", 1, "--keep-checkpoints", 0, "--rewards",
+]  # fmt: skip
+
+
+def test_two_processes_train_adapters_alike(tmp_path, tiny_sd3):
+    """As above; the adapters' gradients are added up over the processes by one all-reduce."""
+    alone = ["--rollout-batch", 1, "--train-batch", 1, "--decode-batch", 1, "--iterations", 1]
+    options = [*ADAPTERS, "own_rewards:tilt", "--model", tiny_sd3, *alone]
+    options += ["--members-per-update", 0]  # one update, whose gradient can be seen
+    for nproc in (1, 2):
+        run("flow_grpo", *options, "--no-export", "--out", tmp_path / str(nproc), nproc=nproc)
+    one, two = (first_moments(tmp_path / name, 1) for name in ("1", "2"))
+    assert one.norm() > 1e-4 and relative(two, one) < 1e-6
+    rows = [without_seconds(metrics_of(tmp_path / name))[0] for name in ("1", "2")]
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5, abs=1e-6)
+
+
+def test_adapters_killed_and_resumed(tmp_path, tiny_sd3):
+    options = [*ADAPTERS, "own_rewards:killed", "--model", tiny_sd3, "--iterations", 3]
+    run("flow_grpo", *options, "--out", tmp_path / "straight")
+    killed = Fork("flow_grpo", *options, "--out", tmp_path / "run", KILL_AT="3").finish()
+    assert killed.returncode == -signal.SIGKILL
+    done = run("flow_grpo", *options, "--out", tmp_path / "run", "--resume", "auto")
+    assert "continues after iteration 2 of 3" in done.stdout
+    same(tmp_path / "run", tmp_path / "straight", 3)
+    rows = [without_seconds(metrics_of(tmp_path / name)) for name in ("run", "straight")]
+    assert rows[0] == rows[1] and rows[0][-1]["kl"] > 0
+    name = "export/pytorch_lora_weights.safetensors"
+    state = load_file(tmp_path / "run" / name)
+    assert any(value.abs().max() > 1e-4 for key, value in state.items() if "lora_B" in key)
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
 @pytest.mark.slow
 def test_sixteen_processes(tmp_path):
     out = tmp_path / "run"
