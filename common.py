@@ -441,6 +441,7 @@ class Run:
         record |= {
             f"eval/{name}": float(m)
             for name, m in zip(self.eval_reward.names, table.nanmean(0), strict=True)
+            if not m.isnan()  # a judge that failed for every picture
         }
         self._append(record)
         if self.rank == 0:

@@ -33,7 +33,7 @@ from options import TINY, TOY, RunOptions, UserError, at_least, parse
 class Config(RunOptions):
     sampling_steps: int = 16  # T, steps of a trajectory (paper)
     shift: float = 3.0  # a, shift of the noise levels towards noise (released code)
-    guidance: float = 3.5  # FLUX's embedded guidance scale (paper)
+    guidance: float = 3.5  # FLUX's embedded scale (paper); with an SD3 model w of its guidance
     group_size: int = 12  # G, samples of one prompt (paper)
     same_noise: bool = True  # the samples of a prompt start from the same noise (paper)
     trained_fraction: float = 0.6  # τ, share of the SDE steps that each sample trains (paper)
@@ -152,7 +152,7 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     """A_i: the group advantage of each reward, added up and clipped.
 
     rewards: [R, …, G] of R reward models, NaN where a score failed; weights: one for each reward
-    model. A group without spread counts 0, as does a failed score. Returns [..., G]."""
+    model. 0 in a group without spread and where a score failed. Returns [..., G]."""
     dtype, rewards = rewards.dtype, rewards.double()  # float32 would round small spreads away
     valid = ~rewards.isnan()
     diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
@@ -164,7 +164,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     assert (adv.sum(-1).abs() < 1e-6).all(), "the advantages of a group must add up to zero"
     if weights is not None:
         adv = adv * torch.as_tensor(weights).to(adv).view(-1, *[1] * (adv.ndim - 1))
-    return adv.sum(0).clamp(-adv_clip, adv_clip).to(dtype)
+    adv = adv.sum(0).masked_fill(rewards.isnan().any(0), 0.0)
+    return adv.clamp(-adv_clip, adv_clip).to(dtype)
 
 
 def surrogate(logp_new: Tensor, logp_old: Tensor, adv: Tensor, clip_range: float) -> Tensor:

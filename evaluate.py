@@ -81,7 +81,7 @@ class Config(RewardOptions):
 
 
 PRESETS = {
-    "paper": {},
+    "paper": dict(clip_model="apple/DFN5B-CLIP-ViT-H-14-384"),  # of the released scoring scripts
     "geneval": dict(
         model="stabilityai/stable-diffusion-3.5-medium", prompts="evaluation_metadata.jsonl",
         rewards=("geneval",), steps=(40,), seeds=(0, 1, 2, 3), height=512, width=512, guidance=4.5,
@@ -152,10 +152,10 @@ def preflight(cfg: Config) -> tuple[list[str], list[Model]]:
     return texts, models
 
 
-def identify_once(cfg: Config, models: list[Model], dtype, out: Path) -> tuple[list[Model], dict]:
+def identify_once(*given) -> tuple[list[Model], dict]:
     """`identify`, by the first process (it reads all weights) for all."""
     try:
-        answer = from_first(identify(cfg, models, dtype, out) if dist.get_rank() == 0 else None)
+        answer = from_first(identify(*given) if dist.get_rank() == 0 else None)
     except UserError as error:
         answer = from_first(error)
     if isinstance(answer, UserError):
@@ -170,7 +170,8 @@ def make_pictures(cfg: Config, models, texts: list[str], device, dtype, out: Pat
     rank, world = dist.get_rank(), dist.get_world_size()
     for model in models:
         folder = out / "pictures" / model.folder
-        todo = [b for b in batches(cfg, texts) if not all(f.exists() for f in b.files(folder))]
+        todo = batches(cfg, texts, cfg.batch)
+        todo = [b for b in todo if not all(f.exists() for f in b.files(folder))]
         todo = from_first(todo)  # others may see what some process made in the meantime
         if not todo:
             continue
@@ -186,9 +187,9 @@ def make_pictures(cfg: Config, models, texts: list[str], device, dtype, out: Pat
         del pipe, rest
 
 
-def batches(cfg: Config, texts: list[str]) -> list[Batch]:
+def batches(cfg: Config, texts: list[str], size: int) -> list[Batch]:
     """The batches of a model: the same whoever makes them, since rounding depends on a batch."""
-    parts = [range(len(texts))[j : j + cfg.batch] for j in range(0, len(texts), cfg.batch)]
+    parts = [range(len(texts))[j : j + size] for j in range(0, len(texts), size)]
     return [Batch(*job) for job in itertools.product(cfg.steps, cfg.seeds, parts)]
 
 
@@ -218,7 +219,8 @@ def score(cfg: Config, models, texts: list[str], rewards, device, out: Path) -> 
     None), for all pictures on all processes."""
     rank, world, found = dist.get_rank(), dist.get_world_size(), {}
     clip = rewards.scorers.get("clip") if len(cfg.seeds) > 1 else None
-    for model, batch in list(itertools.product(models, batches(cfg, texts)))[rank::world]:
+    size = max(cfg.batch, cfg.judge_parallel) if "unifiedreward" in cfg.rewards else cfg.batch
+    for model, batch in list(itertools.product(models, batches(cfg, texts, size)))[rank::world]:
         images = read_pictures(batch.files(out / "pictures" / model.folder)).to(device)
         scores = rewards(images, [texts[k] for k in batch.index]).T.tolist()
         features = clip.image_features(images).cpu() if clip else [None] * len(scores)
@@ -260,7 +262,7 @@ def _evaluate(cfg: Config) -> dict:
     device, dtype = start_process(cfg)
     quiet()
     first = dist.get_rank() == 0
-    models, made_with = identify_once(cfg, models, dtype, out)
+    models, made_with = identify_once(cfg, models, device, dtype, out)
     rewards = load_rewards(cfg.rewards, (), cfg, device)
     tags = tables.geneval_tags(rewards, texts)
     make_pictures(cfg, models, texts, device, dtype, out)

@@ -178,7 +178,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0, std=None) -
     adv = normalised(rewards, -1, 1e-4, None if std is None else std.view(per_reward))
     if weights is not None:
         adv = adv * torch.as_tensor(weights).to(adv).view(per_reward)
-    return adv.sum(0).clamp(-adv_clip, adv_clip).to(rewards.dtype)
+    adv = adv.sum(0).masked_fill(rewards.isnan().any(0), 0.0)  # a failed score: no such sample
+    return adv.clamp(-adv_clip, adv_clip).to(rewards.dtype)
 
 
 def surrogate(logp_new: Tensor, logp_old: Tensor, adv: Tensor, clip_range: float) -> Tensor:

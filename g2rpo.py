@@ -167,8 +167,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     MGAI).
 
     rewards: [R, J, …, K, G] of R reward models and J granularities, NaN where a score failed;
-    weights: one for each reward model. A group without spread counts 0, as does a failed score.
-    Returns [..., K, G]."""
+    weights: one for each reward model. A group without spread counts 0, as does a
+    member of which a score failed. Returns [..., K, G]."""
     dtype, rewards = rewards.dtype, rewards.double()  # float32 would round small spreads away
     valid = ~rewards.isnan()
     diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
@@ -180,7 +180,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     assert (adv.sum(-1).abs() < 1e-6).all(), "the advantages of a group must add up to zero"
     if weights is not None:
         adv = adv * torch.as_tensor(weights).to(adv).view(-1, *[1] * (adv.ndim - 1))
-    return adv.sum((0, 1)).clamp(-adv_clip, adv_clip).to(dtype)
+    adv = adv.sum((0, 1)).masked_fill(rewards.isnan().flatten(0, 1).any(0), 0.0)
+    return adv.clamp(-adv_clip, adv_clip).to(dtype)
 
 
 def surrogate(logp_new: Tensor, logp_old: Tensor, adv: Tensor, clip_range: float) -> Tensor:

@@ -163,7 +163,8 @@ def load_metadata(path: str) -> dict[str, dict]:
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not a JSON object ({error.msg})") from None
         _check_entry(entry, where)
-        _need(entry["prompt"] not in entries, f"{where}: the prompt of an earlier line once more")
+        _need(entries.get(entry["prompt"], entry) == entry,
+              f"{where}: the prompt of an earlier line once more, with another entry")
         entries[entry["prompt"]] = entry
     _need(entries, f"--geneval-metadata {path} is empty: it needs one JSON object a line")
     return entries

@@ -3,7 +3,9 @@
 The judge sees the picture and the caption and answers in prose that ends in a mark (for instance
 "Final Score: 4.5"). The server is your own process (vLLM, SGLang, `transformers serve`):
 
-    vllm serve CodeGoat24/UnifiedReward-7b --port 8000
+    vllm serve CodeGoat24/UnifiedReward-qwen-7b --port 8000
+    python -m sglang.launch_server --model-path CodeGoat24/UnifiedReward-7b --port 8000 \
+        --chat-template chatml-llava                                  # a LLaVA-OneVision checkpoint
     python g2rpo.py --rewards unifiedreward --judge-servers http://127.0.0.1:8000/v1
 
 Requests run at the same time, `judge_parallel` of them in each process; several servers take turns.
@@ -53,12 +55,12 @@ def parse_score(text: str, field: str, low: float, high: float) -> float | None:
     """The mark in a judge's answer, or None unless there is exactly one valid mark.
 
     The mark is the number behind `field` (markup and spacing may differ; "": the answer is the mark
-    alone), also written 4/5 or 4 out of 5, where 5 must be `high`. More numbers behind it ("4 or
-    5"), several fields that disagree, and values outside [low, high] are invalid.
+    alone), also written 4/5, 4 out of 5 or 4 (out of 5), where 5 must be `high`. More numbers
+    behind it ("4 or 5"), several fields that disagree, and values outside [low, high] are invalid.
     """
     text = re.sub(r"[*`#]", " ", text or "")
     number = r"([-+]?[0-9]+(?:\.[0-9]+)?)"
-    mark = re.compile(rf"\s*{number}(?:\s*(?:/|out of)\s*{number})?(?![\w%])([^\n]*)")
+    mark = re.compile(rf"\s*{number}(?:\s*\(?(?:/|out of)\s*{number}\)?)?(?![\w%])([^\n]*)")
     words = re.findall(r"\w+|[^\w\s]", field)
     starts = [m.end() for m in re.finditer(r"\s*".join(map(re.escape, words)), text, re.I)]
     scores = set()
@@ -104,8 +106,9 @@ def check_servers(cfg) -> None:
                 raise UserError(f"--judge-servers {server}: refuses us ({error.code}); set "
                                 "OPENAI_API_KEY") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise UserError(f"--judge-servers {server}: no answer ({short(error)}); start one with "
-                            f"`vllm serve {cfg.judge_model}`, or give other addresses") from error
+            raise UserError(f"--judge-servers {server}: no answer ({short(error)}); start one for "
+                            f"{cfg.judge_model} (the head of judge.py says how), or give other "
+                            "addresses") from error
 
 
 def _template(cfg) -> str:

@@ -32,13 +32,13 @@ from options import TINY, TOY, RunOptions, UserError, at_least, choices, parse
 class Config(RunOptions):
     sampling_steps: int = 25  # T, steps of a trajectory (paper)
     shift: float = 3.0  # a, shift of the noise levels towards noise (released code)
-    guidance: float = 3.5  # FLUX's embedded guidance scale (paper)
+    guidance: float = 3.5  # FLUX's embedded scale (paper); with an SD3 model w of its guidance
     group_size: int = 12  # G, samples of one prompt (paper)
     same_noise: bool = True  # the samples of a prompt start from the same noise (paper)
     window_size: int = 4  # w, steps with noise (paper)
     strategy: str = "progressive"  # window: progressive | frozen | random | exp_decay (paper)
     tau: int = 25  # τ, iterations before the window moves on by one step (paper)
-    flash: float = 0.0  # MixGRPO-Flash: DPM-Solver++ on this share of the steps left (0: off)
+    flash: float = 0.0  # r̃: share of the levels left that MixGRPO-Flash's solver visits (0: off)
     prompts_per_step: int = 32  # prompts of one iteration over all processes (paper: one a GPU)
     rewards: tuple[str, ...] = ("hps", "pickscore", "imagereward")  # what is trained on (paper)
     members_per_update: int = 3  # members of every group in one optimiser update (0: all; code)
@@ -50,9 +50,9 @@ class Config(RunOptions):
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (released code)
 
     @property
-    def iterations_per_sweep(self) -> int:
-        """Iterations of one sweep of the window over its positions (unless it is random)."""
-        return sum(stays(self))
+    def windows(self) -> list[list[int]]:
+        """[first step, last step, iterations there] of each position of the window."""
+        return [[i, i + self.window_size - 1, stay] for i, stay in enumerate(stays(self))]
 
     @property
     def updates_per_rollout(self) -> int:
@@ -62,7 +62,7 @@ class Config(RunOptions):
     def network_calls_per_prompt(self) -> float:
         """Samples through the transformer in one rollout of one prompt, mean over a sweep."""
         calls = [stay * rollout_calls(self, first) for first, stay in enumerate(stays(self))]
-        return sum(calls) / self.iterations_per_sweep
+        return sum(calls) / sum(stays(self))
 
     @property
     def trained_calls_per_prompt(self) -> int:
@@ -181,7 +181,7 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     """A_i: the group advantage of each reward, added up and clipped.
 
     rewards: [R, …, G] of R reward models, NaN where a score failed; weights: one for each reward
-    model. A group without spread counts 0, as does a failed score. Returns [..., G]."""
+    model. 0 in a group without spread and where a score failed. Returns [..., G]."""
     dtype, rewards = rewards.dtype, rewards.double()  # float32 would round small spreads away
     valid = ~rewards.isnan()
     diff = torch.where(valid, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
@@ -193,7 +193,8 @@ def advantages(rewards: Tensor, weights=None, adv_clip: float = 5.0) -> Tensor:
     assert (adv.sum(-1).abs() < 1e-6).all(), "the advantages of a group must add up to zero"
     if weights is not None:
         adv = adv * torch.as_tensor(weights).to(adv).view(-1, *[1] * (adv.ndim - 1))
-    return adv.sum(0).clamp(-adv_clip, adv_clip).to(dtype)
+    adv = adv.sum(0).masked_fill(rewards.isnan().any(0), 0.0)
+    return adv.clamp(-adv_clip, adv_clip).to(dtype)
 
 
 def surrogate(logp_new: Tensor, logp_old: Tensor, adv: Tensor, clip_range: float) -> Tensor:

@@ -17,7 +17,7 @@ from options import UserError, flag
 from policies import check_size, fetch_pipeline, model_index
 from process import write_atomically
 from prompts import fetch_dataset_file
-from weights import model_id, short, version
+from weights import cached, model_id, short, version
 
 NETWORKS = {
     "FluxPipeline": diffusers.FluxTransformer2DModel,
@@ -71,17 +71,17 @@ def rewards_of_run(file: Path) -> tuple[str, ...]:
 
 
 def identity(files: Path) -> str:
-    """OWNER/NAME@commit of files in the hub's cache, else path@hash of all files of a model."""
+    """OWNER/NAME/PATH@commit in the hub's cache, else path@hash of all files of a model."""
+    if files.is_file() or cached(files):
+        return model_id(files)
     top = "*.json" if (files / "model_index.json").exists() else "*.*"  # some keep copies there
-    found = [files] if files.is_file() else sorted([*files.glob(top), *files.glob("*/*.*")])
+    found = sorted([*files.glob(top), *files.glob("*/*.*")])
     found = [file for file in found if file.suffix in WEIGHTS]
-    if files.is_file() or "snapshots" in files.parts:
-        return model_id(found[0])
     every = "".join(f"{file.relative_to(files)} {version(file)}\n" for file in found)
     return f"{files}@sha256:{hashlib.sha256(every.encode()).hexdigest()[:12]}"
 
 
-def identify(cfg, models: list[Model], dtype, out: Path) -> tuple[list[Model], dict]:
+def identify(cfg, models: list[Model], device, dtype, out: Path) -> tuple[list[Model], dict]:
     """The models with their ids and folders, and what their pictures are made with. Refuses a
     folder whose pictures were made otherwise."""
     names = ("height", "width", "guidance", "negative_prompt", "max_sequence_length", "t5")
@@ -90,6 +90,7 @@ def identify(cfg, models: list[Model], dtype, out: Path) -> tuple[list[Model], d
     made_with |= {
         "--prompts": "sha256:" + hashlib.sha256(prompts).hexdigest(),
         "--dtype": str(dtype).removeprefix("torch."),
+        "--device": device.type,
         "--model": identity(Path(fetch_pipeline(cfg.model))),
     }
     record = out / "pictures/made_with.json"
@@ -109,7 +110,8 @@ def identify(cfg, models: list[Model], dtype, out: Path) -> tuple[list[Model], d
     known = []
     for model in models:
         id = identity(model.files) if model.trained else made_with["--model"]
-        folder = "trained-" + hashlib.sha256(id.split("@")[-1].encode()).hexdigest()[:12]
+        key = id if cached(model.files) else id.split("@")[-1]  # local files may be moved
+        folder = "trained-" + hashlib.sha256(key.encode()).hexdigest()[:12]
         folder += f"-{cfg.trained_steps}" * bool(cfg.trained_steps)
         known.append(model._replace(id=id, folder=folder if model.trained else "base"))
     return known, made_with

@@ -85,6 +85,7 @@ def start_process(cfg: RunOptions) -> tuple[torch.device, torch.dtype]:
     dist.barrier()
     torch.manual_seed(cfg.seed)
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and state.device.type == "cuda")
+    torch.backends.cudnn.allow_tf32 = bf16  # fp32 means fp32, in convolutions too
     return state.device, torch.bfloat16 if bf16 else torch.float32
 
 
@@ -113,8 +114,14 @@ def launch(train: Callable, cfg: RunOptions) -> None:
         fail(UserError(f"a checkpoint cannot be written or read: {first}"), alone=True)
     except UserError as error:
         fail(error, alone=dist.is_initialized())
+    except torch.OutOfMemoryError as error:
+        batches = "--rollout-batch, --train-batch, --decode-batch"
+        batches = batches if isinstance(cfg, RunOptions) else "--batch"
+        short = str(error).split(". ")[0]
+        fail(UserError(f"the GPU's memory is full ({short}): lower {batches}"), alone=True)
     except RuntimeError as error:
-        if not re.search("(closed|reset) by peer|Broken pipe", str(error)):
+        gone = "(closed|reset) by .*peer|Broken pipe|remote process exited"
+        if not re.search(gone, str(error)):
             raise
         time.sleep(20)  # another process ended and said why: the launcher now ends this one
         fail(UserError("another process ended; its own line says why"), alone=True)

@@ -201,8 +201,7 @@ def _locate(name: str, cfg: RewardOptions) -> list[list[Path]]:
 
 
 def _build(name: str, cfg: RewardOptions, device: torch.device) -> Callable:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(cfg.reward_dtype)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.reward_dtype]
     files = _locate(name, cfg)
     if name == "hps":
         return ClipReward(*files, cfg.hps_arch, cfg.hps_resize, dtype, device)

@@ -32,7 +32,7 @@ class Config(SD3Options):
     sampling_steps: int = 10  # T, steps of a training trajectory (paper)
     shift: float = 3.0  # a, shift of the noise levels towards noise (SD3.5)
     guidance: float = 4.5  # w of classifier-free guidance (paper); FLUX: its embedded scale
-    group_size: int = 16  # N, images of one prompt (paper)
+    group_size: int = 16  # N, images of one prompt (paper's "batch 16", read so)
     prompts_per_step: int = 48  # prompts of one iteration over all processes (as Flow-GRPO)
     members_per_update: int = 8  # members of every group in one optimiser update (0: all at once)
     same_noise: bool = True  # the images of a prompt start from the same noise (paper)
@@ -237,12 +237,14 @@ def rollout(policy, reward, prompts: list[str], cfg: Config, noise) -> Rollout:
     parts = [r.unflatten(1, (P, -1)) for r in scores.split([len(u) for u in clean], 1)]
     rewards = torch.stack([r.expand(-1, P, G) for r in parts], -1)
     if cfg.credit == "gain":
-        adv = advantages(gains(rewards), cfg.joint)
+        credit, adv = gains(rewards), advantages(gains(rewards), cfg.joint)
     else:
-        adv = normalised(rewards, -2, 1e-4).expand(-1, P, G, cfg.sampling_steps)
+        credit, adv = rewards, normalised(rewards, -2, 1e-4)
     if reward.weights is not None:
         adv = adv * reward.weights.to(adv).view(-1, 1, 1, 1)
-    adv = adv.sum(0).clamp(-cfg.adv_clip, cfg.adv_clip).to(rewards.dtype).to(x.device)
+    adv = adv.sum(0).masked_fill(credit.isnan().any(0), 0.0)  # a failed score: no such sample
+    adv = adv.clamp(-cfg.adv_clip, cfg.adv_clip).expand(P, G, cfg.sampling_steps)
+    adv = adv.to(x.device, rewards.dtype)
     return Rollout(cond, states, torch.stack(logp_old), adv, rewards)
 
 

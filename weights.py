@@ -3,6 +3,7 @@ how to get them, in one line, when they are nowhere."""
 
 import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,11 +90,17 @@ def _download(repo: str, names: tuple[str, ...]) -> Path | None:
     return None
 
 
+def cached(path: Path) -> tuple[str, str, str] | None:
+    """(OWNER/NAME, commit, path in the repository) of what lies in the hub's cache, else None."""
+    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)(/.*)?$", path.absolute().as_posix())
+    return found and (found[1].replace("--", "/"), found[2][:12], found[3] or "")
+
+
 @functools.cache
 def version(path: Path) -> str:
     """The commit of a file in the hub's cache, else the beginning of the file's SHA-256."""
-    if "snapshots" in path.parts:
-        return path.parts[path.parts.index("snapshots") + 1][:12]
+    if hub := cached(path):
+        return hub[1]
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 24):
@@ -102,10 +109,9 @@ def version(path: Path) -> str:
 
 
 def model_id(path: Path) -> str:
-    """A model in the metrics: `OWNER/NAME@commit` of a file in the hub's cache, or `path@hash`."""
-    for part in path.parts:
-        if part.startswith("models--"):
-            return f"{part[8:].replace('--', '/')}@{version(path)}"
+    """A model in the metrics: `OWNER/NAME/FILE@commit` in the hub's cache, or `path@hash`."""
+    if hub := cached(path):
+        return f"{hub[0]}{hub[2]}@{hub[1]}"
     return f"{path}@{version(path)}"
 
 

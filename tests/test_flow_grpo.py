@@ -94,6 +94,9 @@ def test_advantages():
     failed = rewards.clone()
     failed[:, 0, 2] = torch.nan
     assert advantages(failed)[0, 2] == 0 and not advantages(failed).isnan().any()
+    partly = rewards.clone()
+    partly[1, 0, 2] = torch.nan  # the other reward has a score of this sample, which is out
+    assert rewards[0, 0].std() > 0 and advantages(partly)[0, 2] == 0
     rest = [0, 1, 3, 4, 5]
     torch.testing.assert_close(advantages(failed)[0, rest], advantages(rewards[:, 0, rest]))
     assert torch.equal(advantages(rewards * torch.nan), torch.zeros(3, 6))

@@ -242,6 +242,8 @@ def test_failed_scores_are_left_out_of_their_group():
     alone = advantages(rewards[..., kept])[0]
     torch.testing.assert_close(adv[0, kept], alone)
     assert adv[0, 2] == 0 and (adv[1:] == 0).all()
+    two = torch.cat([rewards, normal(1, 1, 3, 5, seed=1)])  # another reward has all its scores
+    assert torch.equal(advantages(two) == 0, rewards[0, 0].isnan())
 
 
 def test_surrogate_is_the_clipped_objective():

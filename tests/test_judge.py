@@ -126,7 +126,8 @@ def ask(cfg, n=1) -> list[float]:
     ("Final Score: 4", 4), ("Good.\n\nFinal Score: 3.75\n", 3.75), ("Final Score: 4.5/5", 4.5),
     ("**Final Score:** **4**", 4), ("**Final Score**: 4", 4), ("final score:2", 2),
     ("## Final Score:\n\n**4**", 4), ("Final Score: 4 out of 5", 4), ("Final Score: 1.", 1),
-    ("Final Score: 4 (well aligned)", 4), ("Final Score: 4\nFinal Score: 4.0", 4),
+    ("Final Score: 4 (well aligned)", 4), ("Final Score: 4 (out of 5)", 4),
+    ("Final Score: 4 (out of 10)", None), ("Final Score: 4\nFinal Score: 4.0", 4),
     ("Final Score: 5\n\nThe 2 cats are there.", 5), ("I see 3 cats. Final Score: +4", 4),
     # invalid: absent, not a number, out of scale, of another scale, or not exactly one
     ("", None), (None, None), ("4", None), ("Final Score:", None), ("Final Score: nan", None),
@@ -292,7 +293,7 @@ def test_what_is_missing_is_named(script, tmp_path):
     cfg = options(server)
     cfg.judge_servers = ("http://127.0.0.1:9/v1",)
     (line,) = missing_rewards(["unifiedreward"], cfg)
-    assert "no answer" in line and "vllm serve CodeGoat24/UnifiedReward-7b" in line
+    assert "no answer" in line and "start one for CodeGoat24/UnifiedReward-7b" in line
 
 
 @pytest.mark.parametrize("name, value", [

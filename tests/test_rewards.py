@@ -592,7 +592,7 @@ def test_files_of_the_hub_cache_are_used(weights, arch, tmp_path, monkeypatch):
     options = RewardOptions(hps_model="someone/scores/w.pt", hps_arch=arch)
     assert missing_rewards(["hps"], options) == []
     reward = load_rewards(["hps"], (), options, CPU)
-    assert reward.model_ids == {"hps": "someone/scores@0123456789ab"}
+    assert reward.model_ids == {"hps": "someone/scores/w.pt@0123456789ab"}
     assert torch.isfinite(reward(pictures(1), ["a"])).all()
 
 
@@ -650,7 +650,7 @@ def test_what_the_hub_has_is_downloaded(tiny_clip, tmp_path, monkeypatch):
     hub = load_rewards(["clip"], (), RewardOptions(clip_model="someone/clip"), CPU)
     local = load_rewards(["clip"], (), RewardOptions(clip_model=str(tiny_clip)), CPU)
     assert torch.equal(hub(pictures(4), PROMPTS), local(pictures(4), PROMPTS))
-    assert hub.model_ids == {"clip": "someone/clip@89abcdef0123"}
+    assert hub.model_ids == {"clip": "someone/clip/open_clip_pytorch_model.bin@89abcdef0123"}
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # all is in the cache now
     assert missing_rewards(["clip"], RewardOptions(clip_model="someone/clip")) == []
 

@@ -329,3 +329,20 @@ def test_reward_rises_on_the_toy(tmp_path):
         rows = metrics_of(tmp_path / str(seed))
         before, after = (r["eval/mode"] for r in rows if "eval/mode" in r)
         assert after > before + 0.1, (seed, before, after)
+
+
+@pytest.mark.parametrize("script, batches", [("g2rpo", "--rollout-batch"), ("evaluate", "--batch")])
+def test_a_full_gpu_is_one_line(script, batches, capsys):
+    import importlib
+
+    import process
+
+    def train(cfg):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 …")
+
+    config = importlib.import_module(script).Config()
+    with pytest.raises(SystemExit) as end:
+        process.launch(train, config)
+    line = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and "\n" not in line and "CUDA out of memory)" in line
+    assert f"lower {batches}" in line

@@ -234,11 +234,11 @@ def test_failed_scores_are_left_out():
     """A state without a score: the gains before and after it count 0, the others go on."""
 
     class Failing(Reward):
-        calls = 0
+        calls, only = 0, slice(None)
 
         def __call__(self, images, prompts):
             scores = super().__call__(images, prompts)
-            scores[:, images.flatten(1).sum(1) == self.which] = torch.nan
+            scores[self.only, images.flatten(1).sum(1) == self.which] = torch.nan
             return scores
 
     cfg, policy = config(), SmallPolicy((2, 3))
@@ -250,6 +250,8 @@ def test_failed_scores_are_left_out():
     assert (masked.adv[1, 2, 2:4] == 0).all() and not masked.adv.isnan().any()
     assert torch.equal(masked.adv[0], roll.adv[0]) and (masked.adv[1, 0] != 0).all()
     assert all(math.isfinite(x) for x in metrics_of(masked, ["a", "b"]).values())
+    reward.only = 0  # one of the two rewards fails: the sample is out all the same
+    assert torch.equal(sampled(cfg, policy, reward)[1].adv == 0, masked.adv == 0)
 
 
 @pytest.mark.parametrize("sde, calls", [("flow", 1085), ("ddim", 1085), ("paper", 970)])
