@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,8 +34,9 @@ from tqdm import tqdm
 
 from options import RunOptions, UserError, flag
 from policies import check_pipeline, distribute, load_policy
-from process import Meter, quiet, seconds_now, start_process, versions, write_atomically
+from process import Meter, lock, quiet, seconds_now, start_process, versions, write_atomically
 from prompts import load_prompts
+from weights import short
 
 START = -1  # the "step" whose noise is x_1 itself
 
@@ -141,7 +143,12 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
     if gpus and cfg.device != "cpu" and local > gpus:
         raise UserError(f"{local} processes share {gpus} GPUs here: pass --nproc_per_node={gpus}")
     out, checkpoint = out_folder(cfg, algorithm), find_checkpoint(cfg, algorithm)
-    taken = (out / "config.json").exists()
+    traces = ("config.json", "metrics.jsonl", "export")
+    taken = any((out / name).exists() for name in traces) or bool(checkpoints(out))
+    if cfg.resume == "auto" and not checkpoint and (out / "export").exists():
+        raise UserError(
+            f"{out} holds a finished run without a checkpoint to continue from: give another --out"
+        )
     if (
         taken
         and cfg.resume != "auto"
@@ -211,10 +218,16 @@ def check_same_run(cfg: RunOptions, algorithm: str, record: pathlib.Path) -> Non
     """Refuse to continue a run of another algorithm, schedule or setting than `record` tells of."""
     try:
         saved = json.loads(record.read_text())
-    except ValueError:
+        iteration = int(saved.get("iteration", 0)) + int(saved.get("updates", 0)) * 0
+        saved["algorithm"], saved["sigmas"], dict(saved["config"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{record} is damaged: resume from another checkpoint") from None
     if saved["algorithm"] != algorithm:
         raise UserError(f"{record.parent} is a run of {saved['algorithm']}, not of {algorithm}")
+    if iteration > cfg.iterations:
+        raise UserError(
+            f"{record.parent} is past --iterations {cfg.iterations}: pass at least {iteration}"
+        )
     now = json.loads(json.dumps(asdict(cfg)))
     for name in sorted(set(saved["config"]) & set(now) - FREE):
         if saved["config"][name] != now[name]:
@@ -224,6 +237,19 @@ def check_same_run(cfg: RunOptions, algorithm: str, record: pathlib.Path) -> Non
             )
     if saved["sigmas"] != sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule).tolist():
         raise UserError(f"{record.parent} was made with other noise levels than are computed now")
+
+
+def rows_until(iteration: int, metrics: pathlib.Path) -> str:
+    """The complete lines of metrics.jsonl up to an iteration, none for 0; raises UserError."""
+    kept = []
+    lines = metrics.read_bytes().splitlines(keepends=True) if iteration and metrics.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else {"iteration": math.inf}
+            kept += [line.decode()] if row["iteration"] <= iteration else []
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{metrics}, line {number} is damaged: delete it") from None
+    return "".join(kept)
 
 
 class Run:
@@ -481,6 +507,8 @@ class Run:
         self.record, self.trackers = {}, []
         dist.barrier()
         if self.rank == 0:
+            self.lock, metrics = lock(self.out), self.out / "metrics.jsonl"
+            kept = rows_until(self.iteration, metrics)
             (self.out / "checkpoints").mkdir(exist_ok=True)
             for partial in (self.out / "checkpoints").glob(".partial_*"):  # its run was killed
                 shutil.rmtree(partial)
@@ -496,12 +524,7 @@ class Run:
             about |= {"processes": self.world, "versions": versions(), "sigmas": sigmas}
             about |= self.facts
             write_atomically(self.out / "config.json", json.dumps(about, indent=1))
-            metrics = self.out / "metrics.jsonl"
-            rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-            kept = [
-                r for r in rows if r.endswith("\n") and json.loads(r)["iteration"] <= self.iteration
-            ]
-            write_atomically(metrics, "".join(kept if self.iteration else []))
+            write_atomically(metrics, kept)
             print(f"{self.algorithm} on {self.device.type} ×{self.world}, {self.out}")
             print("  " + "  ".join(f"{k} {v}" for k, v in cfg.derived().items()))
             print("  levels " + " ".join(f"{s:.4g}" for s in sigmas))
@@ -547,10 +570,17 @@ class Run:
         """Continue from a checkpoint, whatever number of processes wrote it."""
         about = json.loads((checkpoint / "run.json").read_text())
         for name, fact in self.facts.items():
-            if about[name] != fact:
-                raise UserError(f"{checkpoint}: its {name} was {about[name]}, now it is {fact}")
+            if about.get(name) != fact:
+                was = about.get(name)
+                raise UserError(f"{checkpoint}: its {name} was {was}, now it is {fact}")
         state, model = self._state(), self.policy.transformer
-        dcp.load(state, checkpoint_id=checkpoint)
+        try:
+            dcp.FileSystemReader(checkpoint).read_metadata()  # dcp.load would log a traceback
+            dcp.load(state, checkpoint_id=checkpoint)
+        except (Exception, CheckpointException) as error:
+            failures = getattr(error, "failures", None) or {0: (error,)}
+            why = short(next(iter(failures.values()))[0])
+            raise UserError(f"{checkpoint} is damaged ({why}): resume from another") from None
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(model, state["model"], options=options)
         set_optimizer_state_dict(model, self.optimizer, state["optimizer"], options=options)

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 from itertools import chain
 
-from options import TINY, TOY, RunOptions, UserError, at_least, parse
+from options import TINY, TOY, RunOptions, UserError, above_zero, at_least, parse
 
 
 @dataclass
@@ -80,9 +80,7 @@ class Config(RunOptions):
                 f"--trained-fraction {self.trained_fraction}: must be at most 1, and at least "
                 f"1/{len(self.sde_steps)} so that every sample trains a step"
             )
-        for name in ("eta", "shift", "guidance", "adv_clip", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0")
+        above_zero(self, "eta", "shift", "guidance", "adv_clip", "max_grad_norm")
 
 
 PRESETS = {

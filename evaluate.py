@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+import options
 from options import TINY, RewardOptions, UserError, at_least, choices, flag, parse
 
 
@@ -73,8 +74,9 @@ class Config(RewardOptions):
             raise UserError("--trained is empty: name what a run exported, runs/…/export")
         if self.reward_weights or "mode" in self.rewards:
             raise UserError("--reward-weights and the reward mode are for training, not for tables")
-        if not 0 < self.shift < float("inf") or self.max_sequence_length > 512:
-            raise UserError("--shift must be above 0, --max-sequence-length at most 512")
+        options.above_zero(self, "shift")
+        if self.max_sequence_length > 512:
+            raise UserError("--max-sequence-length must be at most 512")
         choices(self, "schedule", ("pipeline", "shifted"))
         choices(self, "dtype", ("auto", "fp32", "bf16"))
         choices(self, "device", ("auto", "cpu", "cuda"))
@@ -92,6 +94,7 @@ PRESETS = {
         seeds=(0, 1), schedule="shifted", batch=50,
     ),
 }  # fmt: skip
+PRESETS["tiny_sd3"] = PRESETS["tiny"] | dict(model=options.TINY_SD3["model"], max_sequence_length=1)
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped flag answer at once
     CONFIG = parse(Config, PRESETS)
@@ -210,7 +213,11 @@ def save_picture(image: Tensor, file: Path) -> None:
 
 def read_pictures(files: list[Path]) -> Tensor:
     """[n, 3, H, W] in [0, 1], on the CPU."""
-    return torch.stack([TF.pil_to_tensor(Image.open(file)) for file in files]) / 255
+    try:
+        return torch.stack([TF.pil_to_tensor(Image.open(file)) for file in files]) / 255
+    except (OSError, SyntaxError) as error:
+        raise UserError(f"a picture is damaged: delete it ({error}) or all of {files[0].parent}; "
+                        "the same command makes them again") from None
 
 
 @torch.inference_mode()

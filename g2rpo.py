@@ -30,7 +30,7 @@ Departures from the paper (NOTES.md says more):
 import math
 from dataclasses import dataclass
 
-from options import TINY, TOY, RunOptions, UserError, at_least, choices, parse
+from options import TINY, TOY, RunOptions, UserError, above_zero, at_least, choices, parse
 
 
 @dataclass
@@ -75,6 +75,8 @@ class Config(RunOptions):
         at_least(self, 0, "trained_steps", "eta", "lr", "weight_decay", "clip_range")
         choices(self, "count_from", ("image", "noise"))
         last = self.sampling_steps - 2
+        if self.trained_steps > last + 1:
+            raise UserError(f"--trained-steps {self.trained_steps}: must be at most {last + 1}")
         if not self.eta > 0:
             raise UserError("--eta 0 leaves nothing to explore: it must be above 0 (paper: 0.7)")
         if len(set(self.steps)) < len(self.steps) or not set(self.sde_steps) <= set(
@@ -85,9 +87,7 @@ class Config(RunOptions):
             raise UserError("--granularities: give at least one, each once, for instance 1 2 3")
         if min(self.granularities) < 1 or max(self.granularities) >= self.sampling_steps:
             raise UserError(f"--granularities must lie in 1 … {self.sampling_steps - 1}")
-        for name in ("shift", "guidance", "adv_clip", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0")
+        above_zero(self, "shift", "guidance", "adv_clip", "max_grad_norm")
 
 
 PRESETS = {

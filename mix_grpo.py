@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from options import TINY, TOY, RunOptions, UserError, at_least, choices, parse
+from options import TINY, TOY, RunOptions, UserError, above_zero, at_least, choices, parse
 
 
 @dataclass
@@ -82,9 +82,7 @@ class Config(RunOptions):
             raise UserError(f"--flash {self.flash}: must be in 0 … 1 (paper: 0.4)")
         if self.flash and self.schedule != "shifted":
             raise UserError("--flash compresses the levels of --schedule shifted only")
-        for name in ("eta", "shift", "guidance", "adv_clip", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0")
+        above_zero(self, "eta", "shift", "guidance", "adv_clip", "max_grad_norm")
 
 
 PRESETS = {

@@ -11,6 +11,7 @@ import inspect
 import os
 import pathlib
 import re
+import signal
 import sys
 import time
 import tokenize
@@ -217,18 +218,28 @@ def choices(cfg, name: str, allowed: tuple) -> None:
 
 
 def at_least(cfg, low, *names: str) -> None:
-    """Refuse values of the options `names` below `low`, or not finite."""
+    """Refuse values of the options `names` below `low`, or beyond all reason."""
     for name in names:
         value = getattr(cfg, name)
-        if not low <= value < float("inf"):
+        if not value >= low:
             raise UserError(f"{flag(name)} {value}: must be at least {low}")
+        if value >= (2**63 if isinstance(value, int) else 1e6):
+            raise UserError(f"{flag(name)} {value}: is too large")
+
+
+def above_zero(cfg, *names: str) -> None:
+    """Refuse values of the options `names` that are not above 0, or beyond all reason."""
+    at_least(cfg, 0, *names)
+    for name in names:
+        if not getattr(cfg, name):
+            raise UserError(f"{flag(name)} 0: must be above 0")
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# The two small worlds that ship with the project; a preset adds its own numbers to one of them.
+# The small models that ship with the project; a preset adds its own numbers to one of them.
 TINY = dict(
     model=str(ROOT / "toy/tiny-flux"),
     prompts=str(ROOT / "toy/prompts/train.txt"),
@@ -249,6 +260,7 @@ TINY = dict(
     train_batch=64,
     decode_batch=128,
 )
+TINY_SD3 = TINY | dict(model=str(ROOT / "toy/tiny-sd3"), max_sequence_length=1)  # it has no T5
 TOY = dict(
     model="toy",
     prompts=str(ROOT / "toy/prompts/modes.txt"),
@@ -323,9 +335,11 @@ def parse(cls, presets: dict, argv=None):
         given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         cfg = cls(**(presets[given.get("preset", "paper")] | given))
         cfg.validate()
-        return cfg
     except UserError as error:
         fail(error)
+    if argv is None:  # an interrupt during the seconds of the imports; `launch` takes over then
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    return cfg
 
 
 def fail(error: UserError, alone: bool = False) -> typing.NoReturn:
@@ -336,6 +350,9 @@ def fail(error: UserError, alone: bool = False) -> typing.NoReturn:
     if not alone and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(20)
     where = f" (process {rank})" if rank != "0" else ""
+    if "tqdm" in sys.modules:  # the line must not hang on a bar
+        for bar in list(getattr(sys.modules["tqdm"].tqdm, "_instances", ())):
+            bar.close()
     text = f"{pathlib.Path(sys.argv[0]).name}{where}: error: {' '.join(str(error).split())}"
     print(text, file=sys.stderr, flush=True)
     if alone and "RANK" in os.environ:

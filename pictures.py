@@ -70,7 +70,7 @@ def curve(metrics: pathlib.Path, path: pathlib.Path) -> None:
     }
     names = [name for found in panels.values() for name in found]
     figure, axes = plt.subplots(
-        1, max(len(names), 1), figsize=(3.2 * len(names), 2.6), squeeze=False
+        1, max(len(names), 1), figsize=(3.2 * max(len(names), 1), 2.6), squeeze=False
     )
     for axis, name in zip(axes.flat, names, strict=False):
         points = [(r["iteration"], r[name]) for r in rows if name in r]

@@ -95,7 +95,12 @@ def identify(cfg, models: list[Model], device, dtype, out: Path) -> tuple[list[M
     }
     record = out / "pictures/made_with.json"
     made = any(record.parent.glob("*/*/*/*.png"))
-    saved = json.loads(record.read_text()) if made else made_with
+    try:
+        saved = dict(json.loads(record.read_text())) if made else made_with
+        saved |= {"--model": str(saved["--model"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(f"{record} is damaged: delete {record.parent}, or give another "
+                        "--out") from None
     for name, value in made_with.items():
         before = saved.get(name)
         if name == "--model":  # the same files may lie elsewhere now

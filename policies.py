@@ -295,8 +295,8 @@ def export_transformer(policy, state: dict[str, Tensor], folder: pathlib.Path) -
 def model_index(folder: str) -> dict:
     """The contents of a pipeline folder, every part of which must be there; raises UserError."""
     try:
-        index = json.loads((pathlib.Path(folder) / "model_index.json").read_text())
-    except ValueError as error:
+        index = dict(json.loads((pathlib.Path(folder) / "model_index.json").read_text()))
+    except (ValueError, TypeError) as error:
         raise UserError(f"model {folder}: unreadable model_index.json: {error}") from None
     parts = {k: v for k, v in index.items() if isinstance(v, list) and v[0] is not None}
     absent = [k for k in parts if not any((pathlib.Path(folder) / k).glob("*"))]

@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import re
+import signal
 import sys
 import time
 import warnings
@@ -100,8 +101,23 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     partial.replace(path)
 
 
+def lock(folder: pathlib.Path):
+    """FOLDER/.lock, open and locked until it is closed; UserError if another process has it."""
+    import fcntl
+
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is training in {folder}: give another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
 def launch(train: Callable, cfg: RunOptions) -> None:
     """train(cfg); an error the user can put right becomes one line and exit status 2."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         train(cfg)
     except OSError as error:

@@ -33,6 +33,8 @@ def load_prompts(source: str) -> list[str]:
             raise UserError(
                 f'prompt file {source}, {where}: neither a string nor an object with "prompt"'
             )
+        if not prompt.strip():
+            raise UserError(f"prompt file {source}, {where}: a prompt must have a word")
     if not prompts:
         raise UserError(f"prompt file {source} is empty: it needs at least one prompt")
     return list(dict.fromkeys(prompts)) if path.suffix == ".json" else prompts
@@ -41,7 +43,7 @@ def load_prompts(source: str) -> list[str]:
 def from_json(text: str, where: str):
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"prompt file {where} cannot be read: {error}") from None
 
 

@@ -111,7 +111,7 @@ class Rewards:
         try:
             with torch.inference_mode():
                 score = torch.as_tensor(scorer(images, prompts), dtype=torch.float32).cpu()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not can_fail or isinstance(error, UserError):
                 raise
             if not mask:
@@ -407,7 +407,7 @@ class OwnReward:
         try:
             module = importlib.import_module(module_name)
             self.function = getattr(module, attribute)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"reward {name}: cannot be imported ({short(error)}); it must be "
                             "module:function, importable from here or PYTHONPATH") from error
         if not callable(self.function):

@@ -24,7 +24,7 @@ Departures from the paper (NOTES.md says more):
 import math
 from dataclasses import dataclass
 
-from options import TINY, TOY, SD3Options, UserError, at_least, choices, parse
+from options import TINY_SD3, TOY, SD3Options, UserError, above_zero, at_least, choices, parse
 
 
 @dataclass
@@ -82,16 +82,14 @@ class Config(SD3Options):
         at_least(self, 0, "members_per_update", "lr", "weight_decay", "clip_range")
         choices(self, "sde", ("flow", "paper", "ddim", "cps"))
         choices(self, "credit", ("gain", "uniform"))
-        for name in ("shift", "guidance", "adv_clip", "max_grad_norm", "eta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0")
+        above_zero(self, "shift", "guidance", "adv_clip", "max_grad_norm", "eta")
         if self.sde != "flow" and self.eta > 1:
             raise UserError(f"--eta {self.eta}: must be at most 1 with --sde {self.sde}")
 
 
 PRESETS = {
     "paper": {},
-    "tiny": TINY | dict(
+    "tiny": TINY_SD3 | dict(
         sampling_steps=8, group_size=8, prompts_per_step=16, members_per_update=4, clip_range=1e-3,
         beta=0.0, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
     ),

@@ -15,28 +15,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def pipeline(name: str, new, tmp_path_factory) -> pathlib.Path:
-    """A pipeline folder of toy/: the shipped one, or one of the same classes with random
-    weights."""
-    shipped = ROOT / "toy" / name
-    if (shipped / "model_index.json").exists():
-        return shipped
-    from toy import tiny_models
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models") / name
-    tiny_models.save_pipeline(getattr(tiny_models, new)(tiny_models.new_vae()), folder)
-    return folder
+@pytest.fixture(scope="session")
+def tiny_flux() -> pathlib.Path:
+    return ROOT / "toy/tiny-flux"
 
 
 @pytest.fixture(scope="session")
-def tiny_flux(tmp_path_factory) -> pathlib.Path:
-    return pipeline("tiny-flux", "new_flux", tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def tiny_sd3(tmp_path_factory) -> pathlib.Path:
-    return pipeline("tiny-sd3", "new_sd3", tmp_path_factory)
+def tiny_sd3() -> pathlib.Path:
+    return ROOT / "toy/tiny-sd3"
 
 
 @pytest.fixture(scope="session")

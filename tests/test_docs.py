@@ -65,7 +65,7 @@ def test_every_option_that_is_read_exists():
                 assert node.attr in allowed, f"{path.name}:{node.lineno}: cfg.{node.attr}"
 
 
-BUDGETS = dict.fromkeys(ALGORITHMS, 350) | dict(common=600, evaluate=310)
+BUDGETS = dict.fromkeys(ALGORITHMS, 350) | dict(common=600, evaluate=310, shapes=320)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)

@@ -47,17 +47,6 @@ def prompts(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def tiny_sd3(tmp_path_factory):
-    """A StableDiffusion3Pipeline folder without T5, random weights."""
-    from toy import tiny_models
-
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("models") / "tiny-sd3"
-    tiny_models.save_pipeline(tiny_models.new_sd3(tiny_models.new_vae()), folder)
-    return folder
-
-
 def policy_of(tiny_flux) -> FluxPolicy:
     return FluxPolicy(config(tiny_flux, ""), CPU)
 
@@ -274,6 +263,20 @@ def test_two_processes_and_an_interruption_change_nothing(whole, tmp_path):
     run("evaluate", *whole.command, "--out", out, nproc=2, **PATH)
     assert results_of(out) == whole.results
     assert all(file.stat().st_mtime_ns == time for file, time in kept.items())
+
+
+def test_what_is_damaged_is_named(whole, tmp_path):
+    out = shutil.copytree(whole.out, tmp_path / "out")
+    file = next(out.glob("pictures/*/*/*/*.png"))
+    data = file.read_bytes()
+    file.write_bytes(data[:50])
+    line = refused("evaluate", *whole.command, "--out", out, **PATH)
+    assert "a picture is damaged" in line and str(file.parent) in line
+    file.write_bytes(data)
+    for text in ("{", "[]", "{}"):
+        (out / "pictures/made_with.json").write_text(text)
+        line = refused("evaluate", *whole.command, "--out", out, **PATH)
+        assert "made_with.json is damaged" in line
 
 
 def test_twice_the_same_and_more_costs_only_what_is_new(whole, tiny_flux, prompts, tmp_path):

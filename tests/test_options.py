@@ -129,12 +129,17 @@ REFUSED = [  # arguments, what the line must say
     (["--lora-rank", "4", "--lora-alpha", "0"], "--lora-alpha"),
     (["--ema-decay", "1"], "--ema-decay"),
     (["--keep-checkpoints", "-1"], "--keep-checkpoints"),
+    (["--seed", str(2**64)], "too large"),
+    (["--rollout-batch", "9" * 23], "too large"),
+    (["--shift", "1e20"], "too large"),
+    (["--eta", "1e200"], "too large"),
 ]
 REFUSED_BY_G2RPO = [
     (["--steps", "15"], "0 … 14"),
     (["--steps", "-1"], "0 … 14"),
     (["--steps", "3", "3"], "distinct"),
-    (["--trained-steps", "16"], "0 … 14"),
+    (["--trained-steps", "16"], "must be at most 15"),
+    (["--trained-steps", "100000000"], "must be at most 15"),
     (["--trained-steps", "-2"], "--trained-steps"),
     (["--granularities"], "--granularities"),
     (["--granularities", "0"], "1 … 15"),

@@ -42,6 +42,24 @@ def test_splits_share_no_caption():
     assert set((ROOT / "toy/prompts/train.txt").read_text().splitlines()) <= captions["train"]
     bare = {n: {shapes.parse(c) for c in splits[n]["relation"]} for n in splits}
     assert not bare["heldout"] & (bare["train"] | bare["reward"])  # in no wording
+    rivals = {n: {shapes.contrast_key(c) for c in bare[n]} for n in splits}
+    assert not rivals["train"] & rivals["reward"]  # "a above b" is where "a below b" is
+
+
+def test_clip_knows_what_a_caption_means():
+    """The true held-out caption beats one that differs in its hardest word, mostly."""
+    from toy import judges, tiny_models
+
+    model = tiny_models.load_clip(ROOT / "toy/tiny-clip").eval()
+    rng, generator = random.Random(3), torch.Generator().manual_seed(3)
+    for kind, captions in shapes.split_prompts()["heldout"].items():
+        images = pictures(captions * 2, rng, generator) * 2 - 1
+        others = [judges.opposite(caption, rng) for caption in captions * 2]
+        with torch.no_grad():
+            score = judges.similarity(model, tiny_models.clip_tokenizer(), images,
+                                      captions * 2 + others)  # fmt: skip
+        right = score.diagonal() > score[:, len(images) :].diagonal()
+        assert right.float().mean() > (0.7 if kind == "relation" else 0.85), kind
 
 
 @pytest.mark.parametrize(
@@ -119,7 +137,7 @@ def test_graded_credits_parts_of_the_truth(checker):
 
 
 def test_smoke_build_leaves_models_that_load(tmp_path):
-    """Every part is trained for two steps and saved as what stock libraries load."""
+    """Every part is trained for four steps and saved as what stock libraries load."""
     import open_clip
 
     command = [sys.executable, ROOT / "toy/build.py", "--smoke", "--out", tmp_path]

@@ -2,7 +2,7 @@
 
     python toy/build.py                    # everything, in order, into the folder of this file
     python toy/build.py --only flux hps    # some parts; the others are read from --out
-    python toy/build.py --smoke --out DIR  # two steps of each: checks the code, not the models
+    python toy/build.py --smoke --out DIR  # four steps of each: checks the code, not the models
 
 What it leaves in --out:
 
@@ -15,7 +15,6 @@ The base models are trained on all captions but the held-out ones and stopped wh
 and obey only about half of the time: alignment needs something to fix. All weights are stored as
 fp16; load them with dtype float32. Every part draws from its own seed, so parts built separately
 are the parts of one run. Numbers on the CPU depend on its instruction set in the last digits.
-The optimiser of tiny-sd3, Muon, needs torch >= 2.9.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,41 +38,19 @@ from toy.training import draw_captions, fit, generate, pictures  # noqa: E402
 
 # part -> (optimiser steps, batch, learning rate)
 PLAN = {
-    "vae": (900, 32, 2e-3),
-    "checker": (700, 128, 4e-3),
-    "clip": (1200, 128, 2e-3),
-    "flux": (0, 0, 0.0),  # in cycles, below
-    "sd3": (0, 0, 0.0),
+    "vae": (800, 32, 2e-3),
+    "checker": (500, 128, 4e-3),
+    "clip": (1100, 128, 2e-3),
+    "flux": (4200, 64, 3e-3),
+    "sd3": (2400, 64, 3e-3),
     "hps": (300, 64, 2e-4),
 }
 SEEDS = {part: 1000 + i for i, part in enumerate(PLAN)}
-
-
-class Cycle(NamedTuple):
-    """One warm-up, plateau and decay of a base model; the next goes on from what it saved."""
-
-    steps: int
-    batch: int
-    lr: float  # of AdamW
-    muon: float  # of Muon, or 0: AdamW for all
-    hold: float  # share of the steps at the full rate
-    ema: float
-    seed: int
-    pool: int  # pictures it is trained on
-    weights: tuple[float, ...]  # of the kinds: more than one object is harder to draw
-    views: int = 1  # noise levels at which a batch shows each picture: text is encoded once for all
-    late: bool = False  # times as the sampler's shift of 3 has them, evenly spread over a batch
-
-
-CYCLES = {
-    "flux": (
-        Cycle(5300, 64, 1.3e-3, 0.0, 0.3, 0.999, SEEDS["flux"], 49152, (1, 1.2, 2.2, 2.8, 2.8)),
-        Cycle(3000, 64, 1.2e-3, 0.0, 0.25, 0.999, 77, 60000, (1.6, 1.6, 1.8, 2, 2)),
-        Cycle(3200, 64, 1.4e-3, 0.0, 0.15, 0.999, 78, 60000, (2.6, 2, 2, 1.6, 1.6)),
-    ),
-    "sd3": (Cycle(2600, 80, 1.3e-3, 2.5e-3, 0.3, 0.998, SEEDS["sd3"], 49152,
-                  (1.5, 1.5, 2, 2.5, 2.5), 2, True),),
-}
+MUON = 8e-3  # learning rate of the base models' hidden matrices
+POOL = 40000  # pictures that the base models see
+WEIGHTS = (1.6, 1.8, 2.2, 2.2, 2.2)  # of the kinds in that pool
+VIEWS = 2  # noise levels at which a batch shows each picture: text is encoded once for all
+GUIDED = 0.25  # the last share of FLUX's steps, in which it learns guidance
 
 
 def train_vae(out: Path, steps: int, batch: int, lr: float, seed: int) -> None:
@@ -103,31 +79,41 @@ def train_vae(out: Path, steps: int, batch: int, lr: float, seed: int) -> None:
     tiny.save_half(vae, out / "tiny-flux" / "vae")
 
 
-def train_base(out: Path, family: str, cycle: Cycle, fresh: bool) -> None:
+def train_base(out: Path, family: str, steps: int, batch: int, lr: float, seed: int,
+               pool: int = POOL) -> None:
     """Flow matching on latents; the text encoders learn with the transformer.
 
-    x_t = (1 - t) x_0 + t x_1, target x_1 - x_0. FLUX gets the guidance it will be told as a random
-    number, SD3 needs a real unconditional branch: hence their shares of empty captions.
+    x_t = (1 - t) x_0 + t x_1, target v = x_1 - x_0. SD3 needs a real unconditional branch: hence
+    the empty captions. FLUX has guidance w distilled into it, as FLUX.1-dev has: at the end half of
+    each batch gets a random w in [1, 5] and the target v + (w - 1) (v_cond - v_uncond), both taken
+    from itself at w = 1 (Tang et al. 2025, model guidance).
     """
-    rng, generator = random.Random(cycle.seed), torch.Generator().manual_seed(cycle.seed)
-    folder, batch = out / f"tiny-{family}", cycle.batch
-    vae = tiny.load_vae(out)
-    pipe = tiny.new_pipeline(family, vae) if fresh else tiny.load_pipeline(folder)
-    empty = 0.05 if family == "flux" else 0.1
-    weights = dict(zip(shapes.KINDS, cycle.weights, strict=True))
-    captions = draw_captions(cycle.pool, rng, ("train", "reward"), weights)
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    folder, vae = out / f"tiny-{family}", tiny.load_vae(out)
+    pipe = tiny.new_pipeline(family, vae)
+    weights = dict(zip(shapes.KINDS, WEIGHTS, strict=True))
+    captions = draw_captions(pool, rng, ("train", "reward"), weights)
     latents = encode(vae, pictures(captions, rng, generator))
     modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
 
     def loss_at(progress: float) -> Tensor:
-        index = torch.randint(len(captions), (batch // cycle.views,), generator=generator)
-        prompts = [captions[i] if rng.random() >= empty else "" for i in index]
-        x0 = latents[index].repeat_interleave(cycle.views, 0)
+        index = torch.randint(len(captions), (batch // VIEWS,), generator=generator)
+        prompts = [captions[i] if rng.random() >= 0.1 else "" for i in index]
+        x0 = latents[index].repeat_interleave(VIEWS, 0)
         x1 = torch.randn(x0.shape, generator=generator)
-        t = draw_times(batch, cycle.late, generator)
-        xt = torch.lerp(x0, x1, t[:, None, None, None])
-        guidance = 1 + 4 * torch.rand(batch, generator=generator)
-        return F.mse_loss(velocity(pipe, xt, t, prompts, guidance), x1 - x0)
+        t = draw_times(batch, generator)
+        xt, target = torch.lerp(x0, x1, t[:, None, None, None]), x1 - x0
+        w = torch.ones(batch)
+        if family == "flux" and progress >= 1 - GUIDED:
+            half = batch // VIEWS // 2  # of the pictures
+            rest = slice(half * VIEWS, None)
+            with torch.no_grad():
+                given = xt[rest], t[rest]
+                shift = velocity(pipe, *given, prompts[half:], w[rest])
+                shift -= velocity(pipe, *given, [""], w[rest])
+            w[rest] += 4 * torch.rand(len(shift), generator=generator)
+            target[rest] += (w[rest] - 1)[:, None, None, None] * shift
+        return F.mse_loss(velocity(pipe, xt, t, prompts, w), target)
 
     def report(step: int) -> None:
         for module in modules:
@@ -139,18 +125,15 @@ def train_base(out: Path, family: str, cycle: Cycle, fresh: bool) -> None:
         for module in modules:
             module.train()
 
-    fit(family, modules, loss_at, cycle.steps, cycle.lr, cycle.hold, cycle.ema, cycle.muon, report)
+    fit(family, modules, loss_at, steps, lr, hold=0.2, ema=0.998, muon=MUON, report=report)
     tiny.save_pipeline(pipe, folder)
 
 
-def draw_times(n: int, late: bool, generator: torch.Generator) -> Tensor:
-    """n noise levels, logit-normal."""
-    if late:  # one from each of n equally likely ranges, in random order
-        u = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)
-        return torch.sigmoid(0.9 + 1.2 * torch.special.ndtri(u / n))
-    t = torch.sigmoid(0.3 + 1.2 * torch.randn(n, generator=generator))
-    t[: n // 4] = torch.rand(n // 4, generator=generator)
-    return t
+def draw_times(n: int, generator: torch.Generator) -> Tensor:
+    """n noise levels, logit-normal about the sampler's (it has a shift of 3): one from each of n
+    equally likely ranges, in random order."""
+    u = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)
+    return torch.sigmoid(0.8 + 1.4 * torch.special.ndtri(u / n))
 
 
 @torch.no_grad()
@@ -196,7 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="output folder")
     parser.add_argument("--only", nargs="+", choices=PLAN, default=list(PLAN), metavar="PART",
                         help="parts to build: " + " ".join(PLAN))
-    parser.add_argument("--smoke", action="store_true", help="two steps of each part")
+    parser.add_argument("--smoke", action="store_true", help="four steps of each part")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
@@ -204,13 +187,12 @@ def main() -> None:
     for part in [part for part in PLAN if part in args.only]:
         torch.manual_seed(SEEDS[part])
         start = time.process_time()
-        for i, cycle in enumerate(CYCLES.get(part, ())):
-            if args.smoke:
-                cycle = cycle._replace(steps=2, batch=8, pool=16)
-            train_base(args.out, part, cycle, fresh=i == 0)
+        steps, batch, lr = (4, 8, 1e-4) if args.smoke else PLAN[part]
         if part in trainers:
-            steps, batch, lr = (2, 8, 1e-4) if args.smoke else PLAN[part]
             trainers[part](args.out, steps, batch, lr, SEEDS[part])
+        else:
+            pool = 16 if args.smoke else POOL
+            train_base(args.out, part, steps, batch, lr, SEEDS[part], pool)
         print(f"{part} done: {time.process_time() - start:.0f} CPU seconds", flush=True)
 
 

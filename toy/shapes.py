@@ -110,11 +110,24 @@ def split_prompts() -> dict[str, dict[str, list[str]]]:
             groups = [[w + p] for p in phrases(kind) for w in WORDINGS]
             groups.sort(key=lambda group: order(group[0]))
         heldout, rest = groups[:HELDOUT_PER_KIND], groups[HELDOUT_PER_KIND:]
+        if kind == "relation":  # whoever learns "a above b" also learns "a below b"
+            rest.sort(key=lambda group: order(str(contrast_key(parse(group[0])))))
         third = len(rest) // 3
         splits["heldout"][kind] = [min(group, key=order) for group in heldout]
         for name, part in (("reward", rest[:third]), ("train", rest[third:])):
             splits[name][kind] = sorted(itertools.chain(*part), key=order)
     return splits
+
+
+def contrast_key(caption: Caption) -> tuple:
+    """Captions with equal keys are easily confused. For layouts that is the same objects and the
+    same axis, so that half of them are opposed."""
+    shape, colour = zip(*sorted(caption.objects), strict=True)
+    axis = {**POSITIONS, **RELATIONS}.get(caption.layout, (None,))[0]
+    words = {"single": (), "position": (shape, colour, axis), "count": (colour[0],),
+             "two": tuple(sorted(colour)),
+             "relation": (tuple(sorted(caption.objects)), axis)}[caption.kind]
+    return caption.kind, words
 
 
 def prompt_files() -> dict[str, str]:
@@ -133,12 +146,14 @@ Scene = list[tuple[int, int, float, float, float]]  # shape, colour, centre x an
 def sample_scene(caption: Caption, rng: random.Random) -> Scene:
     """Objects that obey the caption with a margin, do not touch, and lie inside the picture."""
     low, high = {1: (5.2, 8.0), 2: (4.8, 6.8), 3: (4.5, 5.5)}[len(caption.objects)]
+    span = 2.5 if caption.kind == "single" else SIZE  # pictures of one thing have it in the middle
     while True:
         scene = []
         for shape, colour in caption.objects:
             radius = rng.uniform(low, high)
             border = 1.1 * radius + 0.5
-            x, y = rng.uniform(border, SIZE - border), rng.uniform(border, SIZE - border)
+            edge = max(border, SIZE / 2 - span)
+            x, y = rng.uniform(edge, SIZE - edge), rng.uniform(edge, SIZE - edge)
             scene.append((SHAPES.index(shape), list(COLOURS).index(colour), x, y, radius))
         apart = all(math.hypot(a[2] - b[2], a[3] - b[3]) > 1.05 * (a[4] + b[4]) + 1
                     for a, b in itertools.combinations(scene, 2))
