@@ -218,7 +218,7 @@ def check_same_run(cfg: RunOptions, algorithm: str, record: pathlib.Path) -> Non
     """Refuse to continue a run of another algorithm, schedule or setting than `record` tells of."""
     try:
         saved = json.loads(record.read_text())
-        iteration = int(saved.get("iteration", 0)) + int(saved.get("updates", 0)) * 0
+        iteration, _ = (int(saved.get(name) or 0) for name in ("iteration", "updates"))
         saved["algorithm"], saved["sigmas"], dict(saved["config"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{record} is damaged: resume from another checkpoint") from None

@@ -94,7 +94,8 @@ PRESETS = {
         seeds=(0, 1), schedule="shifted", batch=50,
     ),
 }  # fmt: skip
-PRESETS["tiny_sd3"] = PRESETS["tiny"] | dict(model=options.TINY_SD3["model"], max_sequence_length=1)
+PRESETS["tiny_sd3"] = PRESETS["tiny"] | {
+    k: options.TINY_SD3[k] for k in ("model", "max_sequence_length", "guidance")}  # fmt: skip
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped flag answer at once
     CONFIG = parse(Config, PRESETS)

@@ -247,7 +247,7 @@ TINY = dict(
     height=32,
     width=32,
     max_sequence_length=12,
-    guidance=3.5,
+    guidance=1.25,  # reinforcement then has to find what guidance would add, and more
     lora_rank=0,
     ema_decay=0.0,
     rewards=("clip",),
@@ -260,7 +260,9 @@ TINY = dict(
     train_batch=64,
     decode_batch=128,
 )
-TINY_SD3 = TINY | dict(model=str(ROOT / "toy/tiny-sd3"), max_sequence_length=1)  # it has no T5
+TINY_SD3 = TINY | dict(
+    model=str(ROOT / "toy/tiny-sd3"), max_sequence_length=1, guidance=1.5  # it has no T5
+)
 TOY = dict(
     model="toy",
     prompts=str(ROOT / "toy/prompts/modes.txt"),

@@ -357,6 +357,7 @@ def test_checkpoints_of_an_abandoned_branch_go(tmp_path):
     run = Run(cfg, "g2rpo")
     for run.iteration in (1, 2, 3):
         run.save()
+    run.lock.close()  # the process ended
     run = Run(toy(out=cfg.out, eval_every=0, resume=f"{cfg.out}/checkpoints/step_000001"), "g2rpo")
     assert run.iteration == 1
     assert [c.name for c in common.checkpoints(tmp_path / "out")] == ["step_000001"]

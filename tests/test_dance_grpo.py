@@ -302,7 +302,7 @@ def test_later_updates_of_a_rollout_see_other_ratios():
     [
         (["--group-size", "1"], "--group-size 1: must be at least 2"),
         (["--sampling-steps", "1"], "--sampling-steps 1: must be at least 2"),
-        (["--eta", "0"], "--eta must be above 0"),
+        (["--eta", "0"], "--eta 0: must be above 0"),
         (["--trained-fraction", "0.05"], "at least 1/15"),
         (["--trained-fraction", "1.5"], "at most 1"),
         (["--members-per-update", "-1"], "must be at least 0"),

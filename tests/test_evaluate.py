@@ -295,7 +295,7 @@ def test_twice_the_same_and_more_costs_only_what_is_new(whole, tiny_flux, prompt
 
 def test_pictures_are_not_mixed_with_those_of_other_settings(whole, tiny_flux, tmp_path, prompts):
     for changes, text in (
-        (["--guidance", 1], "--guidance 3.5, not 1.0"),
+        (["--guidance", 1], "--guidance 1.25, not 1.0"),
         (["--height", 64], "--height 32, not 64"),
         (["--schedule", "pipeline"], "--schedule shifted, not pipeline"),
         (["--shift", 1], "--shift 3.0, not 1.0"),

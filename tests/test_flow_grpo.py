@@ -426,7 +426,7 @@ def test_the_papers_settings():
         (["--group-size", "1"], "--group-size 1: must be at least 2"),
         (["--sampling-steps", "2", "--sde", "paper"], "--sampling-steps 2: must be at least 3"),
         (["--sampling-steps", "1", "--sde", "ddim"], "--sampling-steps 1: must be at least 2"),
-        (["--eta", "0"], "--eta must be above 0"),
+        (["--eta", "0"], "--eta 0: must be above 0"),
         (["--eta", "1.1", "--sde", "cps"], "--eta 1.1: must be at most 1 with --sde cps"),
         (["--sde", "ode"], "must be one of flow, paper, ddim, cps"),
         (["--members-per-update", "-1"], "must be at least 0"),

@@ -388,7 +388,7 @@ def test_presets():
         (["--window-size", "0"], "--window-size 0: must be at least 1"),
         (["--tau", "0"], "--tau 0: must be at least 1"),
         (["--strategy", "sliding"], "--strategy sliding: must be one of progressive, frozen"),
-        (["--eta", "0"], "--eta must be above 0"),
+        (["--eta", "0"], "--eta 0: must be above 0"),
         (["--flash", "1.5"], "--flash 1.5: must be in 0"),
         (["--flash", "0.4", "--schedule", "diffusers"], "--schedule shifted"),
         (["--trained-fraction", "0.5"], "unknown argument --trained-fraction"),
