@@ -142,7 +142,9 @@ def launch(train: Callable, cfg: RunOptions) -> None:
         time.sleep(20)  # another process ended and said why: the launcher now ends this one
         fail(UserError("another process ended; its own line says why"), alone=True)
     except KeyboardInterrupt:
-        print("interrupted: --resume auto continues from the last checkpoint", file=sys.stderr)
+        how = "--resume auto continues from the last checkpoint, where there is one"
+        how = how if isinstance(cfg, RunOptions) else "the same command continues"
+        print(f"interrupted: {how}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
