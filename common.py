@@ -145,10 +145,9 @@ def preflight(cfg: RunOptions, algorithm: str) -> None:
     out, checkpoint = out_folder(cfg, algorithm), find_checkpoint(cfg, algorithm)
     traces = ("config.json", "metrics.jsonl", "export")
     taken = any((out / name).exists() for name in traces) or bool(checkpoints(out))
-    if cfg.resume == "auto" and not checkpoint and (out / "export").exists():
-        raise UserError(
-            f"{out} holds a finished run without a checkpoint to continue from: give another --out"
-        )
+    done = (out / "export").exists() or (not cfg.save_every and (out / "metrics.jsonl").exists())
+    if cfg.resume == "auto" and not checkpoint and done:
+        raise UserError(f"{out} holds a run without a checkpoint to go on from: give another --out")
     if (
         taken
         and cfg.resume != "auto"

@@ -359,3 +359,19 @@ def test_a_full_gpu_is_one_line(script, batches, capsys):
     line = capsys.readouterr().err.strip()
     assert end.value.code == 2 and "\n" not in line and "CUDA out of memory)" in line
     assert f"lower {batches}" in line
+
+
+@pytest.mark.parametrize(
+    "script, how", [("g2rpo", "--resume auto continues"), ("evaluate", "the same command")]
+)
+def test_an_interrupt_says_how_to_go_on(script, how, capsys):
+    import importlib
+
+    import process
+
+    def train(cfg):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        process.launch(train, importlib.import_module(script).Config())
+    assert end.value.code == 130 and f"interrupted: {how}" in capsys.readouterr().err
