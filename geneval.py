@@ -27,8 +27,8 @@ from torchvision.ops import masks_to_boxes
 from transformers import Mask2FormerForUniversalSegmentation as Mask2Former
 from transformers import Mask2FormerImageProcessor
 
-from options import UserError
-from prompts import fetch_dataset_file
+from options import UserError, flag
+from prompts import fetch_dataset_file, load_prompts
 from rewards import OPEN_CLIP_FILES, ClipReward, eight_bit
 from weights import locate, model_id, short
 
@@ -187,6 +187,12 @@ def check(cfg) -> dict[str, dict]:
                                 "github.com/djghosh13/geneval, or a file of the same format")
     metadata = load_metadata(cfg.geneval_metadata)
     model_files(cfg)
+    for rewards, option in (("rewards", "prompts"), ("eval_rewards", "eval_prompts")):
+        judged = "geneval" in getattr(cfg, rewards, ())
+        prompts = load_prompts(getattr(cfg, option)) if judged else []
+        strange = next((prompt for prompt in prompts if prompt not in metadata), None)
+        _need(strange is None, f"{flag(option)}: geneval judges only the prompts of "
+                               f"{cfg.geneval_metadata}, and {strange!r} is not one of them")
     return metadata
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from options import UserError
-
 
 def mean_and_error(values: Tensor) -> dict[str, float | None]:
     """Mean over the prompts and its standard error, of one number a prompt [P] (NaN: failed)."""
@@ -28,11 +26,8 @@ def geneval_tags(rewards, texts: Sequence[str]) -> list[str]:
     """GenEval's kinds of the prompts; [] where `geneval` is not among the rewards."""
     if "geneval" not in rewards.names:
         return []
-    judge = rewards.scorers["geneval"]
-    for text in texts:
-        if text not in judge.metadata:
-            raise UserError(f"--prompts: {text!r} is not in --geneval-metadata {judge.source}")
-    return [judge.metadata[text]["tag"] for text in texts]
+    metadata = rewards.scorers["geneval"].metadata  # it has refused prompts that are not in there
+    return [metadata[text]["tag"] for text in texts]
 
 
 def row_of(names: Sequence[str], scores: Tensor, features: Tensor | None, tags: Sequence[str]):

@@ -374,7 +374,7 @@ def test_geneval_table(tiny_flux, tmp_path, monkeypatch, capsys):
     assert "| single_object | two_object |" in out and "| 1.00 | 0.00 |" in out
     (other := tmp_path / "other.txt").write_text("a cat")
     changes |= dict(geneval_metadata=str(file), prompts=str(other))
-    with pytest.raises(UserError, match="'a cat' is not in"):
+    with pytest.raises(UserError, match="--prompts: geneval judges only .* and 'a cat' is not one"):
         evaluate.evaluate(config(tiny_flux, tmp_path / "new", **changes))
     assert not list((tmp_path / "new").glob("pictures/*/*"))
 

@@ -33,7 +33,7 @@ from geneval import (
     relations,
     summary,
 )
-from options import RewardOptions, UserError
+from options import RewardOptions, RunOptions, UserError
 from rewards import load_rewards
 
 CPU = torch.device("cpu")
@@ -695,3 +695,18 @@ def test_check_loads_nothing(cfg, monkeypatch):
     monkeypatch.setattr(geneval.Mask2Former, "from_pretrained", None)
     monkeypatch.setattr(open_clip, "create_model", None)
     assert list(geneval.check(cfg)) == [line["prompt"] for line in LINES]
+
+
+@pytest.mark.parametrize(
+    "option, rewards", [("prompts", "rewards"), ("eval_prompts", "eval_rewards")]
+)
+def test_prompts_without_metadata_are_refused_before_a_run(cfg, tmp_path, option, rewards):
+    known, strange = tmp_path / "known.txt", tmp_path / "strange.txt"
+    known.write_text("\n".join(line["prompt"] for line in LINES))
+    strange.write_text(f"{LINES[0]['prompt']}\na cat")
+    settings = {**vars(cfg), "prompts": str(known), "eval_prompts": str(known)}
+    settings[rewards] = ("geneval",)
+    geneval.check(RunOptions(**settings))
+    with pytest.raises(UserError, match=f"--{option.replace('_', '-')}: .*'a cat' is not one"):
+        geneval.check(RunOptions(**settings | {option: str(strange)}))
+    geneval.check(RunOptions(**settings | {option: str(strange), rewards: ("clip",)}))
