@@ -261,7 +261,10 @@ TINY = dict(
     decode_batch=128,
 )
 TINY_SD3 = TINY | dict(
-    model=str(ROOT / "toy/tiny-sd3"), max_sequence_length=1, guidance=1.5  # it has no T5
+    model=str(ROOT / "toy/tiny-sd3"),
+    max_sequence_length=1,  # it has no T5
+    guidance=1.0,  # reinforcement then has to find what guidance would add, and more
+    ema_every=1,
 )
 TOY = dict(
     model="toy",

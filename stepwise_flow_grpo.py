@@ -91,7 +91,8 @@ PRESETS = {
     "paper": {},
     "tiny": TINY_SD3 | dict(
         sampling_steps=8, group_size=8, prompts_per_step=16, members_per_update=4, clip_range=1e-3,
-        beta=0.0, lr=1e-4, iterations=100, eval_every=20, eval_steps=8, save_every=20,
+        beta=0.0, lr=2e-4, ema_decay=0.9, iterations=60, eval_every=20, eval_steps=8,
+        save_every=20,
     ),
     "toy": TOY | dict(
         sampling_steps=10, group_size=8, prompts_per_step=16, members_per_update=0, clip_range=1e-2,

@@ -3,13 +3,15 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
-from helpers import ROOT
+from helpers import ROOT, run
 
-from toy import shapes
+from toy import compare, shapes
 from toy.training import draw_captions, pictures
 
 
@@ -157,3 +159,24 @@ def test_smoke_build_leaves_models_that_load(tmp_path):
         tokens = open_clip.get_tokenizer(f"local-dir:{tmp_path / name}")(["a red circle"])
         assert model.encode_text(tokens).isfinite().all()
     assert shapes.Checker.from_folder(tmp_path / "tiny-checker")
+
+
+def test_comparison_at_equal_time(tmp_path, monkeypatch, capsys):
+    def fork(command, **_):
+        return run(Path(command[1]).stem, *command[2:])
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=fork, DEVNULL=0, PIPE=0))
+    flags = ["--preset", "toy", "--seconds", "0.1", "--algorithms", "mix_grpo", "--out"]
+    flags += [str(tmp_path / "new"), "--", "--eval-count", "8", "--window-size", "1"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
+    compare.main()
+    text = capsys.readouterr().out
+    assert (tmp_path / "new/table.md").read_text() == text
+    head, _, row = ([cell.strip() for cell in r.split("|")[1:-1]] for r in text.splitlines())
+    cells = dict(zip(head, row, strict=True))
+    assert cells["algorithm"] == "mix_grpo" and "→" in cells["mode"]
+    assert cells["calls: rollout + trained"] == "73 + 3"  # 1 + 8·9; three updates, one state each
+    assert float(cells["s/iteration"]) > 0 and cells["images"] == "8"
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "exists: name a new folder" in capsys.readouterr().err
