@@ -159,6 +159,8 @@ def test_smoke_build_leaves_models_that_load(tmp_path):
         tokens = open_clip.get_tokenizer(f"local-dir:{tmp_path / name}")(["a red circle"])
         assert model.encode_text(tokens).isfinite().all()
     assert shapes.Checker.from_folder(tmp_path / "tiny-checker")
+    configs = [file.read_text() for file in tmp_path.rglob("*.json")]
+    assert configs and not any(str(tmp_path) in text for text in configs)  # the same everywhere
 
 
 def test_comparison_at_equal_time(tmp_path, monkeypatch, capsys):

@@ -228,6 +228,7 @@ def save_clip(model: open_clip.CLIP, folder: Path) -> None:
 
 def load_vae(out: Path) -> AutoencoderKL:
     vae = AutoencoderKL.from_pretrained(out / "tiny-flux" / "vae", torch_dtype=torch.float32)
+    vae.register_to_config(_name_or_path="tiny-flux/vae")  # else `out`, of the machine that builds
     return vae.requires_grad_(False)
 
 
