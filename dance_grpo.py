@@ -87,7 +87,7 @@ PRESETS = {
     "paper": {},
     "tiny": TINY | dict(
         sampling_steps=8, group_size=8, clip_range=1e-3,
-        lr=2e-4, ema_decay=0.9, iterations=60, eval_every=20, eval_steps=8, save_every=20,
+        lr=1e-4, ema_decay=0.9, iterations=60, eval_every=20, eval_steps=8, save_every=20,
     ),
     "toy": TOY | dict(
         sampling_steps=10, group_size=8, clip_range=1e-2,

@@ -91,7 +91,7 @@ PRESETS = {
     "flash_star": dict(flash=0.2, tau=20, strategy="frozen"),
     "tiny": TINY | dict(
         prompts_per_step=16, sampling_steps=8, group_size=8, window_size=2, tau=10,
-        clip_range=1e-3, lr=2e-4, ema_decay=0.9, iterations=60, eval_every=20, eval_steps=8,
+        clip_range=1e-3, lr=1e-4, ema_decay=0.9, iterations=60, eval_every=20, eval_steps=8,
         save_every=20,
     ),
     "toy": TOY | dict(
