@@ -1,7 +1,7 @@
 """Train every algorithm for the same time and print what each made of it, as a markdown table.
 
-    python toy/compare.py                                 # ten minutes, one thread, seed 0
-    python toy/compare.py --seconds 240 --seeds 0 1 2     # longer, and as a mean over three seeds
+    python toy/compare.py                                 # 15 minutes, one thread, seed 0
+    python toy/compare.py --seconds 300 --seeds 0 1 2     # longer, and as a mean over three seeds
     python toy/compare.py -- --model toy/tiny-sd3 --max-sequence-length 1 --guidance 1
 
 One run after the other, each in its own process with one thread. Three iterations that are not
