@@ -346,6 +346,8 @@ class Run:
         bar.close()
         if cfg.export:
             self.export()
+        if self.rank == 0:
+            print(f"done: pictures, curve and all else are in {self.out}")
         for tracker in self.trackers:
             tracker.finish()
 
@@ -514,10 +516,8 @@ class Run:
             for later in checkpoints(self.out):  # of a run that is continued from before them
                 if int(later.name[5:]) > self.iteration:
                     shutil.rmtree(later)
-            cfg, sigmas = (
-                self.cfg,
-                sigma_schedule(self.cfg.sampling_steps, self.cfg.shift, self.cfg.schedule).tolist(),
-            )
+            cfg = self.cfg
+            sigmas = sigma_schedule(cfg.sampling_steps, cfg.shift, cfg.schedule).tolist()
             about = {"algorithm": self.algorithm, "config": asdict(cfg), "derived": cfg.derived()}
             about["rewards"] = self.reward.model_ids | self.eval_reward.model_ids
             about |= {"processes": self.world, "versions": versions(), "sigmas": sigmas}

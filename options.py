@@ -342,6 +342,7 @@ def parse(cls, presets: dict, argv=None):
         cfg.validate()
     except UserError as error:
         fail(error)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve shared cores
     if argv is None:  # an interrupt during the seconds of the imports; `launch` takes over then
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     return cfg
