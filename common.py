@@ -347,7 +347,7 @@ class Run:
         if cfg.export:
             self.export()
         if self.rank == 0:
-            print(f"done: pictures, curve and all else are in {self.out}")
+            print(f"done: what it leaves behind is in {self.out}")
         for tracker in self.trackers:
             tracker.finish()
 

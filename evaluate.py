@@ -102,7 +102,6 @@ if __name__ == "__main__":  # before torch is imported: --help and a mistyped fl
 
 import itertools  # noqa: E402
 import json  # noqa: E402
-import sys  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -256,14 +255,6 @@ def compare(cfg: Config, models, texts: list[str], out: Path) -> None:
 
 def evaluate(cfg: Config) -> dict:
     """Make, score, print and write; returns what OUT/results.json holds."""
-    try:
-        return _evaluate(cfg)
-    except KeyboardInterrupt:
-        print("interrupted: the same command continues; the pictures are kept", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _evaluate(cfg: Config) -> dict:
     texts, models = preflight(cfg)
     out = Path(cfg.out or f"runs/eval-{cfg.preset}")
     out.mkdir(parents=True, exist_ok=True)

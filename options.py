@@ -247,7 +247,7 @@ TINY = dict(
     height=32,
     width=32,
     max_sequence_length=12,
-    guidance=1.25,  # reinforcement then has to find what guidance would add, and more
+    guidance=1.25,  # reinforcement then has to find what guidance would add
     lora_rank=0,
     ema_decay=0.0,
     rewards=("clip",),
@@ -263,7 +263,7 @@ TINY = dict(
 TINY_SD3 = TINY | dict(
     model=str(ROOT / "toy/tiny-sd3"),
     max_sequence_length=1,  # it has no T5
-    guidance=1.0,  # reinforcement then has to find what guidance would add, and more
+    guidance=1.0,  # as above
     ema_every=1,
 )
 TOY = dict(
@@ -342,8 +342,9 @@ def parse(cls, presets: dict, argv=None):
         cfg.validate()
     except UserError as error:
         fail(error)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve shared cores
-    if argv is None:  # an interrupt during the seconds of the imports; `launch` takes over then
+    if argv is None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve shared cores
+        # an interrupt during the seconds of the imports; `launch` takes over then
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     return cfg
 

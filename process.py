@@ -143,7 +143,8 @@ def launch(train: Callable, cfg: RunOptions) -> None:
         fail(UserError("another process ended; its own line says why"), alone=True)
     except KeyboardInterrupt:
         how = "--resume auto continues from the last checkpoint, where there is one"
-        how = how if isinstance(cfg, RunOptions) else "the same command continues"
+        if not isinstance(cfg, RunOptions):
+            how = "the same command continues; the pictures are kept"
         print(f"interrupted: {how}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:

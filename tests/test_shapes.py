@@ -168,7 +168,7 @@ def test_comparison_at_equal_time(tmp_path, monkeypatch, capsys):
         return run(Path(command[1]).stem, *command[2:])
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=fork, DEVNULL=0, PIPE=0))
-    flags = ["--preset", "toy", "--seconds", "0.1", "--algorithms", "mix_grpo", "--out"]
+    flags = ["--preset", "toy", "--seconds", "0.01", "--algorithms", "mix_grpo", "--out"]
     flags += [str(tmp_path / "new"), "--", "--eval-count", "8", "--window-size", "1"]
     monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
     compare.main()
@@ -182,3 +182,7 @@ def test_comparison_at_equal_time(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         compare.main()
     assert "exists: name a new folder" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--seconds", "nan"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "--seconds nan: must be above 0" in capsys.readouterr().err

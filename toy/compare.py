@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
-ALGORITHMS = ("g2rpo", "mix_grpo", "dance_grpo", "stepwise_flow_grpo", "flow_grpo")
+ALGORITHMS = ("g2rpo", "stepwise_flow_grpo", "mix_grpo", "dance_grpo", "flow_grpo")
 ALIKE = ["--model", ROOT / "toy/tiny-flux", "--max-sequence-length", "12", "--guidance", "1.25"]
 PHASES = ("network", "decode", "reward", "update")  # `network`: of the rollout
 
@@ -33,7 +33,8 @@ def run(script: str, out: Path, flags: list[str]) -> list[dict]:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     if done.returncode:
-        raise SystemExit(done.stderr.decode().splitlines()[-1])
+        lines = done.stderr.decode().splitlines() or [f"ended with {done.returncode}"]
+        raise SystemExit(f"{script}: {lines[-1]}")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -84,6 +85,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="[runs/compare]")
     parser.add_argument("flags", nargs="*", help="after `--`: flags for every script")
     args = parser.parse_args()
+    if not 0 < args.seconds < float("inf"):
+        parser.error(f"--seconds {args.seconds}: must be above 0")
     if args.out.exists():
         parser.error(f"--out {args.out} exists: name a new folder")
     rows = {}
