@@ -1,6 +1,7 @@
 """Command lines: presets, flags, derived numbers, and one clear line for what cannot work."""
 
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -176,3 +177,14 @@ def test_of_several_processes_the_first_speaks(capsys, monkeypatch):
         assert ending.value.code == 2 and err.count("\n") == lines
         assert err.endswith("(process 5): error: two lines\n")
     assert len(waited) == 1 and waited[0] >= 5  # the launcher ends the others in this time
+
+
+@pytest.mark.parametrize("own, then", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_idle_threads_do_not_spin_unless_asked_to(monkeypatch, own, then):
+    monkeypatch.setenv("OMP_WAIT_POLICY", own or "")
+    if not own:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr("sys.argv", ["g2rpo.py", "--preset", "toy"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    parse(g2rpo.Config, g2rpo.PRESETS)
+    assert os.environ["OMP_WAIT_POLICY"] == then
