@@ -42,7 +42,8 @@ def train_checker(out: Path, steps: int, batch: int, lr: float, seed: int) -> No
     fit("checker", [model], loss_at, steps, lr, hold=0.3, ema=0.99)
     checker = shapes.Checker(model)
     checker.save(out / "tiny-checker")
-    report_checker(shapes.Checker.from_folder(out / "tiny-checker"), vae, rng, generator)
+    checker, count = shapes.Checker.from_folder(out / "tiny-checker"), 2000 if steps > 99 else 50
+    report_checker(checker, vae, rng, generator, count)
 
 
 def detector_loss(model: shapes.Detector, images: Tensor, scenes: list[shapes.Scene]) -> Tensor:
@@ -69,9 +70,9 @@ def detector_loss(model: shapes.Detector, images: Tensor, scenes: list[shapes.Sc
 
 
 @torch.no_grad()
-def report_checker(checker: shapes.Checker, vae, rng, generator) -> None:
+def report_checker(checker: shapes.Checker, vae, rng, generator, count: int) -> None:
     """Strict share: true captions and shuffled ones, pictures as rendered and from the decoder."""
-    captions = draw_captions(2000, rng, ("train", "heldout"))
+    captions = draw_captions(count, rng, ("train", "heldout"))
     images = pictures(captions, rng, generator)
     decoded = (vae.decode(vae.encode(images * 2 - 1).latent_dist.mean).sample / 2 + 0.5).clamp(0, 1)
     for name, batch in (("rendered", images), ("decoded", decoded)):
