@@ -9,7 +9,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python g2rpo.py --preset tiny --out runs/demo --resume auto
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=…")'
